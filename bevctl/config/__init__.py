@@ -1,0 +1,1 @@
+"""Configuration as data: schema, loading with origins, packaged configs."""

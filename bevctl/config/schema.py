@@ -1,0 +1,265 @@
+"""The configuration: one frozen dataclass a section, the help, range and choices beside each field.
+
+`opt` is `dataclasses.field` with what the loader checks: `low`/`high` are inclusive bounds (of each element of a list),
+`above` an exclusive lower bound, `choices` the allowed values. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+def opt(
+    default: Any,
+    help: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    choices: Sequence[str] | None = None,
+) -> Any:
+    """A documented, range-checked config field."""
+    metadata = {"help": help, "low": low, "high": high, "above": above, "choices": choices}
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class ImageAugmentConfig:
+    """What happens to each camera image; sizes are for a 1600-pixel-wide source and scale with narrower ones."""
+
+    resize: tuple[float, float] = opt((0.38, 0.55), "range of the random resize factor in training", above=0)
+    resize_eval: float = opt(0.48, "resize factor in evaluation", above=0)
+    rotate: tuple[float, float] = opt((-5.4, 5.4), "range of the random rotation, degrees")
+    flip: bool = opt(True, "flip each image with probability one half")
+
+
+@dataclass(frozen=True)
+class SpaceAugmentConfig:
+    """What happens to the LiDAR frame in training: rotate, translate, scale, then flips."""
+
+    rotate: tuple[float, float] = opt((-0.785398, 0.785398), "range of the rotation about z, rad")
+    translate: float = opt(0.5, "standard deviation of the translation per axis, m", low=0)
+    scale: tuple[float, float] = opt((0.9, 1.1), "range of the scale", above=0)
+    flip: bool = opt(True, "flip x and y, each with probability one half")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where samples come from and how they are read."""
+
+    root: str = opt("data/nuscenes", "folder of the data set; other data paths are relative to it")
+    info_train: str = opt("nuscenes_infos_train.pkl", "info file of the training samples")
+    info_val: str = opt("nuscenes_infos_val.pkl", "info file of the evaluation samples")
+    sweeps: int = opt(9, "LiDAR sweeps added to the keyframe", low=0, high=20)
+    classes: tuple[str, ...] = opt(
+        (
+            "car",
+            "truck",
+            "construction_vehicle",
+            "bus",
+            "trailer",
+            "barrier",
+            "motorcycle",
+            "bicycle",
+            "pedestrian",
+            "traffic_cone",
+        ),
+        "object classes, in the order of the network's outputs",
+    )
+    map_classes: tuple[str, ...] = opt(
+        ("drivable_area", "ped_crossing", "walkway", "stop_line", "carpark_area", "divider"),
+        "map classes, in the order of the network's outputs",
+    )
+    max_bad_samples: int = opt(20, "unreadable samples an epoch may skip before the run fails", low=0)
+    image: ImageAugmentConfig = opt(ImageAugmentConfig, "image augmentation")
+    space: SpaceAugmentConfig = opt(SpaceAugmentConfig, "3D augmentation")
+    augment: bool = opt(True, "apply random augmentation in training")
+
+
+@dataclass(frozen=True)
+class SwinConfig:
+    """Size of the Swin transformer."""
+
+    embed: int = opt(96, "channels of the first stage", low=4)
+    depths: tuple[int, ...] = opt((2, 2, 6, 2), "blocks of each stage", low=1)
+    heads: tuple[int, ...] = opt((3, 6, 12, 24), "attention heads of each stage", low=1)
+    window: int = opt(7, "side of the attention window", low=2)
+    drop_path: float = opt(0.2, "stochastic depth of the last block (linear from zero)", low=0, high=0.9)
+
+
+@dataclass(frozen=True)
+class ViewTransformConfig:
+    """Lift-splat: from image features to the bird's-eye view."""
+
+    kind: str = opt("depth_lss", "depth_lss reads LiDAR depth, lss images only", choices=("depth_lss", "lss"))
+    xbound: tuple[float, float, float] = opt((-54.0, 54.0, 0.3), "BEV x range and cell, m")
+    ybound: tuple[float, float, float] = opt((-54.0, 54.0, 0.3), "BEV y range and cell, m")
+    zbound: tuple[float, float, float] = opt((-10.0, 10.0, 20.0), "BEV z range and cell, m")
+    dbound: tuple[float, float, float] = opt((1.0, 60.0, 0.5), "depth bins: first, end, step, m")
+    channels: int = opt(80, "context channels", low=1)
+    downsample: int = opt(2, "stride from the splat grid to the BEV grid", low=1, high=2)
+
+
+@dataclass(frozen=True)
+class CameraConfig:
+    """The camera branch."""
+
+    backbone: str = opt("swin", "swin, or the name of a timm model with features_only")
+    swin: SwinConfig = opt(SwinConfig, "size of the Swin backbone")
+    pretrained: str | None = opt(None, "checkpoint of the image backbone alone")
+    image_size: tuple[int, int] = opt((256, 704), "height and width of the network's image", low=32)
+    neck_channels: int = opt(256, "channels of the image feature pyramid", low=8)
+    view: ViewTransformConfig = opt(ViewTransformConfig, "view transform")
+
+
+@dataclass(frozen=True)
+class LidarConfig:
+    """The LiDAR branch: hard voxelisation and the sparse encoder."""
+
+    voxel_size: tuple[float, float, float] = opt((0.075, 0.075, 0.2), "voxel, m", above=0)
+    max_points: int = opt(10, "points kept in a voxel", low=1)
+    max_voxels: tuple[int, int] = opt((120000, 160000), "voxels kept a sample in training and in evaluation", low=1)
+    features: int = opt(5, "features of a point", low=4)
+    channels: tuple[int, int, int, int] = opt((16, 32, 64, 128), "channels of the four stages", low=4)
+    blocks: int = opt(2, "residual blocks a stage", low=1)
+    out_channels: int = opt(128, "channels of each z slice of the output", low=4)
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """SECOND backbone and FPN on the bird's-eye view."""
+
+    fused_channels: int = opt(256, "channels after the fuser", low=8)
+    channels: tuple[int, int] = opt((128, 256), "channels of the two stages", low=8)
+    layers: int = opt(5, "convolutions a stage after its first", low=0)
+    neck_channels: int = opt(256, "channels of each of the two outputs that are concatenated", low=8)
+
+
+@dataclass(frozen=True)
+class ObjectHeadConfig:
+    """TransFusion detection head."""
+
+    proposals: int = opt(200, "queries", low=1)
+    hidden: int = opt(128, "width", low=8)
+    attention_heads: int = opt(8, "attention heads", low=1)
+    ffn: int = opt(256, "width of the feed-forward layer", low=8)
+    dropout: float = opt(0.1, "dropout", low=0, high=0.9)
+    nms_kernel: int = opt(3, "heatmap local-maximum window", low=1)
+    loss_weight: float = opt(1.0, "weight of the task", low=0)
+    heatmap_weight: float = opt(1.0, "weight of the heatmap loss", low=0)
+    class_weight: float = opt(1.0, "weight of the classification loss", low=0)
+    box_weight: float = opt(0.25, "weight of the box loss", low=0)
+
+
+@dataclass(frozen=True)
+class MapHeadConfig:
+    """BEV map segmentation head."""
+
+    xbound: tuple[float, float, float] = opt((-50.0, 50.0, 0.5), "map x range and cell, m")
+    ybound: tuple[float, float, float] = opt((-50.0, 50.0, 0.5), "map y range and cell, m")
+    loss: str = opt("focal", "pixel loss", choices=("focal", "xent"))
+    loss_weight: float = opt(1.0, "weight of the task", low=0)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """BEVFusion; a sensor or head that is null is not built."""
+
+    type: str = opt("bevfusion", "model family", choices=("bevfusion",))
+    point_cloud_range: tuple[float, float, float, float, float, float] = opt(
+        (-54.0, -54.0, -5.0, 54.0, 54.0, 3.0), "x, y, z lower and upper bounds, m"
+    )
+    camera: CameraConfig | None = opt(CameraConfig, "camera branch, or null")
+    lidar: LidarConfig | None = opt(LidarConfig, "LiDAR branch, or null")
+    decoder: DecoderConfig = opt(DecoderConfig, "BEV decoder")
+    object: ObjectHeadConfig | None = opt(ObjectHeadConfig, "detection head, or null")
+    map: MapHeadConfig | None = opt(None, "map head, or null")
+    checkpointing: tuple[str, ...] = opt((), "parts whose activations are recomputed: camera, lidar, decoder")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The loop."""
+
+    batch: int = opt(4, "samples a GPU and step", low=1)
+    workers: int = opt(4, "data loading processes a GPU", low=0)
+    epochs: int = opt(6, "epochs", low=1)
+    schedule_iters: int | None = opt(None, "length of the schedule in iterations, instead of epochs", low=1)
+    accumulate: int = opt(1, "batches added up for one optimizer step", low=1)
+    log_interval: int = opt(50, "iterations between text lines", low=1)
+    eval_interval: int = opt(1, "epochs between evaluations; 0 for none", low=0)
+    checkpoint_interval: int | None = opt(None, "iterations between checkpoints inside an epoch", low=1)
+    keep: int = opt(3, "checkpoints kept, beside the best", low=1)
+    best: str = opt("", "metric of the best checkpoint: mAP, NDS or mIoU; empty: NDS, else mIoU")
+    ema: float = opt(0.0, "decay of the weight average; 0 for none", low=0, high=0.99999)
+    deterministic: bool = opt(False, "deterministic algorithms, slower on a GPU")
+    sync_bn: bool = opt(False, "share BatchNorm statistics between GPUs")
+
+
+@dataclass(frozen=True)
+class ParamGroupConfig:
+    """Learning rate and weight decay of the parameters whose name contains `match`."""
+
+    match: str = opt("", "part of the parameter's name")
+    lr: float = opt(1.0, "factor on the learning rate", low=0)
+    decay: float = opt(1.0, "factor on the weight decay", low=0)
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and the schedules."""
+
+    lr: float = opt(2e-4, "peak learning rate", above=0)
+    base_batch: int | None = opt(None, "global batch that base_lr belongs to", low=1)
+    base_lr: float | None = opt(None, "learning rate at base_batch", above=0)
+    lr_scaling: str = opt("none", "rule from base_lr to the global batch", choices=("none", "linear", "sqrt"))
+    weight_decay: float = opt(0.01, "weight decay", low=0)
+    betas: tuple[float, float] = opt((0.9, 0.999), "AdamW betas", low=0, high=0.99999)
+    clip: float | None = opt(35.0, "largest gradient norm (L2); null: no clipping", above=0)
+    schedule: str = opt("cosine", "shape of the schedule", choices=("cosine", "cyclic", "constant"))
+    warmup: int = opt(500, "iterations of linear warm-up", low=0)
+    warmup_ratio: float = opt(1 / 3, "first learning rate over the peak", low=0, high=1)
+    min_ratio: float = opt(1e-3, "last learning rate over the peak", low=0, high=1)
+    cyclic_peak: float = opt(10.0, "cyclic: peak over lr", above=0)
+    cyclic_end: float = opt(1e-4, "cyclic: end over lr", above=0)
+    cyclic_up: float = opt(0.4, "cyclic: share of the run that rises", low=0.01, high=0.99)
+    cyclic_momentum: bool = opt(False, "beta1 falls to 0.85/0.95 of itself and comes back, with the cycle's timing")
+    groups: tuple[ParamGroupConfig, ...] = opt((), "factors for parts of the model; the first match counts")
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Number formats."""
+
+    dtype: str = opt(
+        "auto",
+        "auto: BF16 from capability 8.0, FP16 on 7.x, FP32 on a CPU",
+        choices=("auto", "fp16", "bf16", "fp32"),
+    )
+    loss_scale: float | str = opt("dynamic", "dynamic, or a fixed number", above=0)
+    init_scale: float = opt(65536.0, "first dynamic loss scale", above=0)
+    growth_factor: float = opt(2.0, "factor after growth_interval good steps", low=1)
+    backoff_factor: float = opt(0.5, "factor after an overflow", above=0, high=1)
+    growth_interval: int = opt(2000, "good steps before the scale grows", low=1)
+    fp32_modules: tuple[str, ...] = opt((), "module name patterns (fnmatch) that run in FP32")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that describes a run."""
+
+    name: str = opt("bevctl", "name of the config; the default work_dir is runs/<name>")
+    seed: int = opt(0, "seed of weights, order and augmentation", low=0)
+    device: str = opt("auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda"))
+    work_dir: str | None = opt(None, "folder of the run")
+    data: DataConfig = opt(DataConfig, "data")
+    model: ModelConfig = opt(ModelConfig, "model")
+    train: TrainConfig = opt(TrainConfig, "loop")
+    optim: OptimConfig = opt(OptimConfig, "optimizer and schedule")
+    precision: PrecisionConfig = opt(PrecisionConfig, "number formats")
+    expect: dict[str, str] = opt(dict, "expected range of a metric, as low:high")

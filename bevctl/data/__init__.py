@@ -1,0 +1,1 @@
+"""Samples: info files, reading, augmentation, loading, the synthetic set."""

@@ -1,0 +1,1 @@
+"""A complete synthetic data set in nuScenes format."""

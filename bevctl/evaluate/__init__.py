@@ -1,0 +1,1 @@
+"""Detection and map metrics, and pictures of predictions."""

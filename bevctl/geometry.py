@@ -1,0 +1,118 @@
+"""Rigid transforms, projection and boxes as pure NumPy functions; float64 in, float64 out.
+
+A transform is a 4×4 matrix that acts on column vectors; `a2b` maps frame a to frame b. Box rows are as in `bevctl.batch`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Array = NDArray[np.float64]
+
+
+def rigid(rotation: ArrayLike, translation: ArrayLike) -> Array:
+    """4×4 transform from a (3, 3) rotation and a (3,) translation."""
+    matrix = np.eye(4)
+    matrix[:3, :3] = rotation
+    matrix[:3, 3] = translation
+    return matrix
+
+
+def invert_rigid(matrix: ArrayLike) -> Array:
+    """Inverse of a (..., 4, 4) rigid transform, from the transpose of its rotation: exact, unlike a general inverse."""
+    m = np.asarray(matrix, dtype=np.float64)
+    inverse = np.zeros_like(m)
+    rotation_t = np.swapaxes(m[..., :3, :3], -1, -2)
+    inverse[..., :3, :3] = rotation_t
+    inverse[..., :3, 3] = -np.einsum("...ij,...j->...i", rotation_t, m[..., :3, 3])
+    inverse[..., 3, 3] = 1.0
+    return inverse
+
+
+def quaternion_to_rotation(quaternion: ArrayLike) -> Array:
+    """(3, 3) rotation of a quaternion (w, x, y, z), which is normalised first.
+
+    Raises ValueError for a zero or non-finite quaternion.
+    """
+    q = np.asarray(quaternion, dtype=np.float64)
+    norm = float(np.linalg.norm(q))
+    if q.shape != (4,) or not np.isfinite(norm) or norm < 1e-9:
+        raise ValueError(f"not a rotation quaternion: {q.tolist()}")
+    w, x, y, z = q / norm
+    return np.array(
+        [
+            [1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)],
+            [2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x)],
+            [2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y)],
+        ]
+    )
+
+
+def yaw_to_quaternion(yaw: float) -> Array:
+    """Quaternion (w, x, y, z) of a rotation by `yaw` rad about z."""
+    return np.array([np.cos(yaw / 2), 0.0, 0.0, np.sin(yaw / 2)])
+
+
+def rotation_z(angle: float) -> Array:
+    """(3, 3) rotation by `angle` rad about z, counter-clockwise seen from above."""
+    c, s = np.cos(angle), np.sin(angle)
+    return np.array([[c, -s, 0.0], [s, c, 0.0], [0.0, 0.0, 1.0]])
+
+
+def yaw_of(rotation: ArrayLike) -> float:
+    """Heading in rad of the x axis of a (3, 3) or 4×4 rotation, in the xy plane."""
+    r = np.asarray(rotation, dtype=np.float64)
+    return float(np.arctan2(r[1, 0], r[0, 0]))
+
+
+def wrap_angle(angle: ArrayLike) -> Array:
+    """Angles (rad) moved to [-π, π)."""
+    a = np.asarray(angle, dtype=np.float64)
+    return (a + np.pi) % (2 * np.pi) - np.pi
+
+
+def transform_points(matrix: ArrayLike, points: ArrayLike) -> Array:
+    """(P, 3) points moved by a 4×4 transform."""
+    m = np.asarray(matrix, dtype=np.float64)
+    moved: Array = np.asarray(points, dtype=np.float64) @ m[:3, :3].T + m[:3, 3]
+    return moved
+
+
+def project_points(camera2image: ArrayLike, points: ArrayLike) -> tuple[Array, Array]:
+    """Pixels (P, 2) and depths (P,) of (P, 3) points under a 4×4 projection; a pixel is meaningless where depth ≤ 0."""
+    homogeneous = transform_points(camera2image, points)
+    depth = homogeneous[:, 2]
+    safe = np.where(np.abs(depth) < 1e-9, 1e-9, depth)
+    return homogeneous[:, :2] / safe[:, None], depth
+
+
+def box_corners(boxes: ArrayLike) -> Array:
+    """(n, 8, 3) corners of (n, ≥ 7) boxes: bottom face 0-3 counter-clockwise from front-left, top face 4-7 above them."""
+    b = np.asarray(boxes, dtype=np.float64).reshape(-1, np.shape(boxes)[-1])
+    unit = np.array([[1, 1], [-1, 1], [-1, -1], [1, -1]]) / 2.0
+    flat = unit[None] * b[:, None, 3:5]
+    c, s = np.cos(b[:, 6])[:, None], np.sin(b[:, 6])[:, None]
+    xy = np.stack([c * flat[..., 0] - s * flat[..., 1], s * flat[..., 0] + c * flat[..., 1]], axis=-1)
+    xy = xy + b[:, None, :2]
+    half = b[:, None, 5:6] / 2
+    bottom = np.concatenate([xy, np.broadcast_to(b[:, None, 2:3] - half, (len(b), 4, 1))], axis=-1)
+    top = np.concatenate([xy, np.broadcast_to(b[:, None, 2:3] + half, (len(b), 4, 1))], axis=-1)
+    return np.concatenate([bottom, top], axis=1)
+
+
+def points_in_boxes(points: ArrayLike, boxes: ArrayLike, margin: float = 0.0) -> NDArray[np.bool_]:
+    """(n, P) membership of (P, ≥ 3) points in (n, ≥ 7) boxes grown by `margin` metres on each side."""
+    p = np.asarray(points, dtype=np.float64)[:, :3]
+    b = np.asarray(boxes, dtype=np.float64).reshape(-1, np.shape(boxes)[-1])
+    inside = np.zeros((len(b), len(p)), dtype=bool)
+    for i, (x, y, z, length, width, height, yaw) in enumerate(b[:, :7]):
+        dx, dy, dz = p[:, 0] - x, p[:, 1] - y, p[:, 2] - z
+        c, s = np.cos(yaw), np.sin(yaw)
+        along, across = c * dx + s * dy, -s * dx + c * dy
+        inside[i] = (
+            (np.abs(along) <= length / 2 + margin)
+            & (np.abs(across) <= width / 2 + margin)
+            & (np.abs(dz) <= height / 2 + margin)
+        )
+    return inside

@@ -1,0 +1,1 @@
+"""Instruments that say what a model costs."""

@@ -1,0 +1,1 @@
+"""Network parts, one file a part."""

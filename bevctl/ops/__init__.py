@@ -1,0 +1,1 @@
+"""Tensor operations: one public function each, with its plain torch implementation."""

@@ -1,0 +1,1 @@
+"""Packaged configs, installed as `bevctl.configs`."""
