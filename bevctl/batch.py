@@ -1,6 +1,7 @@
 """The one contract between data, models and evaluation: `Batch` goes in, losses or `Predictions` come out.
 
-Frames. "LiDAR" is the sensor frame of the keyframe sweep after augmentation: x forward-right as nuScenes has it, z up, metres.
+Frames. "LiDAR" is the sensor frame of the keyframe sweep after augmentation, in metres: on the nuScenes car x points
+right, y forward, z up.
 Everything bird's-eye-view is (..., X, Y): the first spatial axis is LiDAR x, the second LiDAR y.
 Boxes are rows (x, y, z, l, w, h, yaw, vx, vy): *gravity* centre, length along the heading, yaw counter-clockwise from
 LiDAR x to the heading, velocity in m/s in the LiDAR frame (NaN where unknown, which is legitimate).

@@ -1,6 +1,7 @@
 """Rigid transforms, projection and boxes as pure NumPy functions; float64 in, float64 out.
 
-A transform is a 4×4 matrix that acts on column vectors; `a2b` maps frame a to frame b. Box rows are as in `bevctl.batch`.
+A transform is a 4×4 matrix that acts on column vectors; `a2b` maps frame a to frame b.
+Box rows are as in `bevctl.batch`.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def project_points(camera2image: ArrayLike, points: ArrayLike) -> tuple[Array, A
 
 
 def box_corners(boxes: ArrayLike) -> Array:
-    """(n, 8, 3) corners of (n, ≥ 7) boxes: bottom face 0-3 counter-clockwise from front-left, top face 4-7 above them."""
+    """(n, 8, 3) corners of (n, ≥ 7) boxes: bottom face 0-3 from front-left counter-clockwise, top face 4-7 above."""
     b = np.asarray(boxes, dtype=np.float64).reshape(-1, np.shape(boxes)[-1])
     unit = np.array([[1, 1], [-1, 1], [-1, -1], [1, -1]]) / 2.0
     flat = unit[None] * b[:, None, 3:5]
