@@ -1,0 +1,1 @@
+"""A run as data: records, their writer, and later their readers."""
