@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bevctl.models.layouts import (
+    legacy_boxes_to_ours,
+    match_bias_tables,
+    mmdet3d_name,
+    recognise,
+    swin_to_mmdet,
+    to_mmdet3d,
+    to_ours,
+)
+from tests.models.keys import empty_state, inventory, needs_keys
+
+
+@needs_keys
+@pytest.mark.parametrize("name", ["mit_det", "mit_seg", "mit_multitask"])
+def test_mit_names_pass_unchanged(name: str) -> None:
+    state = empty_state(name)
+    converted, layout = to_ours(state)
+    assert layout == "mit"
+    assert converted.keys() == state.keys()
+
+
+@needs_keys
+def test_mmdet3d_inventory_becomes_ours() -> None:
+    converted, layout = to_ours(empty_state("mmdet3d"))
+    assert layout == "mmdet3d"
+    assert {key: tuple(value.shape) for key, value in converted.items()} == {
+        key: shape for key, (shape, _) in inventory("mit_det").items()
+    }
+
+
+@needs_keys
+def test_to_mmdet3d_is_the_inverse_in_names() -> None:
+    assert set(to_mmdet3d(empty_state("mit_det"))) == set(inventory("mmdet3d"))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("encoders.camera.vtransform.depthnet.0.weight", "view_transform.depthnet.0.weight"),
+        ("heads.object.decoder.0.multihead_attn.in_proj_bias", "bbox_head.decoder.0.cross_attn.attn.in_proj_bias"),
+        ("heads.object.decoder.0.linear2.bias", "bbox_head.decoder.0.ffn.layers.1.bias"),
+        ("heads.object.decoder.0.norm3.weight", "bbox_head.decoder.0.norms.2.weight"),
+        ("decoder.neck.deblocks.1.0.weight", "pts_neck.deblocks.1.0.weight"),
+        ("fuser.1.running_mean", "fusion_layer.1.running_mean"),
+    ],
+)
+def test_names_both_ways(ours: str, theirs: str) -> None:
+    assert mmdet3d_name(ours) == theirs
+    assert list(to_ours({"img_neck.x": torch.zeros(1), theirs: torch.zeros(1)})[0])[1] == ours
+
+
+def test_early_view_transform_prefix_and_wrappers() -> None:
+    state = {"module.pts_neck.deblocks.0.0.weight": torch.zeros(1), "module.vtransform.dx": torch.ones(3)}
+    converted, layout = to_ours(state)
+    assert layout == "mmdet3d"
+    assert set(converted) == {"decoder.neck.deblocks.0.0.weight", "encoders.camera.vtransform.dx"}
+
+
+def test_spconv_kernels_are_told_by_shape() -> None:
+    kernel = torch.randn(3, 3, 3, 5, 16)
+    out_kernel = torch.randn(1, 1, 3, 4, 8)
+    ours = {
+        "encoders.lidar.backbone.conv_input.0.weight": kernel,
+        "encoders.lidar.backbone.conv_out.0.weight": out_kernel,
+    }
+    theirs = {key: value.permute(4, 0, 1, 2, 3).contiguous() for key, value in ours.items()}
+    for state in (ours, theirs):
+        converted, _ = to_ours(state)
+        assert torch.equal(converted["encoders.lidar.backbone.conv_input.0.weight"], kernel)
+        assert torch.equal(converted["encoders.lidar.backbone.conv_out.0.weight"], out_kernel)
+
+
+def test_input_is_left_alone() -> None:
+    state = {"pts_middle_encoder.conv_input.0.weight": torch.randn(16, 3, 3, 3, 5)}
+    before = state["pts_middle_encoder.conv_input.0.weight"].clone()
+    to_ours(state)
+    assert list(state) == ["pts_middle_encoder.conv_input.0.weight"]
+    assert torch.equal(state["pts_middle_encoder.conv_input.0.weight"], before)
+
+
+def test_unknown_names_are_kept_and_said() -> None:
+    assert to_ours({"layer1.0.weight": torch.zeros(1)})[1] == "unknown"
+    assert recognise([]) == "unknown"
+
+
+def _original_merging(x: Tensor, norm_weight: Tensor, reduction: Tensor) -> Tensor:
+    """Patch merging as the original Swin release defines it, (H, W, C) → (H/2, W/2, 2C)."""
+    patches = torch.cat([x[0::2, 0::2], x[1::2, 0::2], x[0::2, 1::2], x[1::2, 1::2]], dim=-1)
+    return F.linear(F.layer_norm(patches, patches.shape[-1:], norm_weight), reduction)
+
+
+def test_patch_merging_of_the_original_swin_computes_the_same() -> None:
+    channels = 3
+    x = torch.randn(4, 6, channels)
+    original = {
+        "layers.0.downsample.norm.weight": torch.randn(4 * channels),
+        "layers.0.downsample.reduction.weight": torch.randn(2 * channels, 4 * channels),
+    }
+    converted = swin_to_mmdet(original)
+    unfolded = nn.Unfold(2, stride=2)(x.permute(2, 0, 1)[None])[0].T.view(2, 3, 4 * channels)
+    ours = F.linear(
+        F.layer_norm(unfolded, unfolded.shape[-1:], converted["stages.0.downsample.norm.weight"]),
+        converted["stages.0.downsample.reduction.weight"],
+    )
+    torch.testing.assert_close(ours, _original_merging(x, *original.values()), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("prefix", ["", "backbone.", "module.backbone."])
+def test_original_swin_names(prefix: str) -> None:
+    names = [
+        "patch_embed.proj.weight",
+        "layers.1.blocks.0.attn.qkv.weight",
+        "layers.1.blocks.0.attn.relative_position_bias_table",
+        "layers.1.blocks.0.mlp.fc1.bias",
+        "layers.1.blocks.1.attn_mask",
+        "norm.weight",
+        "head.weight",
+    ]
+    converted, layout = to_ours({prefix + name: torch.zeros(1) for name in names})
+    assert layout == "swin_backbone"
+    assert list(converted) == [
+        "encoders.camera.backbone.patch_embed.projection.weight",
+        "encoders.camera.backbone.stages.1.blocks.0.attn.w_msa.qkv.weight",
+        "encoders.camera.backbone.stages.1.blocks.0.attn.w_msa.relative_position_bias_table",
+        "encoders.camera.backbone.stages.1.blocks.0.ffn.layers.0.0.bias",
+    ]
+
+
+def test_a_detector_gives_its_mmdet_backbone_only() -> None:
+    state = {"backbone.stages.0.blocks.0.attn.w_msa.qkv.bias": torch.zeros(1), "neck.conv.weight": torch.zeros(1)}
+    converted, layout = to_ours(state)
+    assert layout == "mmdet_backbone"
+    assert list(converted) == ["encoders.camera.backbone.stages.0.blocks.0.attn.w_msa.qkv.bias"]
+
+
+def test_bias_tables_follow_the_window() -> None:
+    name = "encoders.camera.backbone.stages.0.blocks.0.attn.w_msa.relative_position_bias_table"
+    constant = torch.tensor([[1.0, -2.0]]).expand(49, 2)
+    matched = match_bias_tables({name: constant, "other": torch.ones(1)}, {name: torch.zeros(169, 2)})
+    torch.testing.assert_close(matched[name], torch.tensor([[1.0, -2.0]]).expand(169, 2))
+    same = match_bias_tables({name: constant}, {name: torch.zeros(49, 2)})
+    assert same[name] is constant
+    other_heads = match_bias_tables({name: constant}, {name: torch.zeros(169, 3)})
+    assert other_heads[name] is constant
+
+
+def test_legacy_head_predicts_our_boxes() -> None:
+    prefix = "heads.object.prediction_heads.0."
+    width, length, legacy_yaw = 1.5, 4.0, 0.3
+    state = {
+        prefix + "dim.1.bias": torch.tensor([width, length, 2.0]).log(),
+        prefix + "center.1.bias": torch.tensor([1.0, 2.0]),
+    }
+    state[prefix + "rot.1.bias"] = torch.stack([torch.tensor(legacy_yaw).sin(), torch.tensor(legacy_yaw).cos()])
+    converted = legacy_boxes_to_ours(state)
+    torch.testing.assert_close(converted[prefix + "dim.1.bias"].exp(), torch.tensor([length, width, 2.0]))
+    sine, cosine = converted[prefix + "rot.1.bias"]
+    expected = torch.tensor(-legacy_yaw - torch.pi / 2)
+    torch.testing.assert_close(torch.stack([sine, cosine]), torch.stack([expected.sin(), expected.cos()]))
+    assert converted[prefix + "center.1.bias"] is state[prefix + "center.1.bias"]
