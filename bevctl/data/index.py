@@ -1,0 +1,137 @@
+"""Info files of every usual layout, read into one form; and where the files they name really lie."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bevctl.data import layout_data_list, layout_infos
+from bevctl.data.conventions import detect_convention, to_lwh
+from bevctl.data.info import IGNORED, Annotations, CameraInfo, InfoFile, SampleInfo, SweepInfo
+from bevctl.data.unpickle import load_pickle
+from bevctl.errors import BevctlError, ExitCode
+
+__all__ = ["IGNORED", "CameraInfo", "InfoFile", "SampleInfo", "SweepInfo", "locate", "read_info", "resolve"]
+
+Read = tuple[SampleInfo, Annotations]
+
+
+def read_info(path: str | Path, box_convention: str = "auto") -> InfoFile:
+    """Everything in an info file of mmdet3d (0.x, 1.0, 1.1 and newer), mit-bevfusion or PETR.
+
+    `box_convention` says how boxes are stored: "lwh", "wlh" (see `bevctl.data.conventions`), or "auto" to tell it
+    from the shapes of the objects. Raises BevctlError (exit 2) for a file that is not such a file.
+    """
+    path = Path(path)
+    document = load_pickle(path)
+    if not isinstance(document, Mapping) or not ({"data_list", "metainfo"} <= set(document) or "infos" in document):
+        raise BevctlError(
+            f"{path} is not an info file that bevctl knows: it holds {_describe(document)}.",
+            "Known are files with `data_list` and `metainfo` (mmdet3d 1.1), or `infos` and `metadata` (mmdet3d 0.x and "
+            "1.0, mit-bevfusion, PETR); `bevctl data prepare` makes one from nuScenes tables.",
+        )
+    newer = "data_list" in document
+    samples = _read_data_list(path, document) if newer else _read_infos(path, document)
+    convention, note = _decide_convention(
+        samples, box_convention, newer and not layout_data_list.is_early(document["metainfo"])
+    )
+    return InfoFile(
+        path=path,
+        format=layout_data_list.format_of(document["metainfo"])
+        if newer
+        else layout_infos.format_of(document, convention),
+        version=str((document["metainfo"] if newer else document.get("metadata", {})).get("version", "unknown")),
+        samples=_with_boxes(samples, convention),
+        box_convention=convention,
+        notes=(note,) if note else (),
+    )
+
+
+def _describe(document: Any) -> str:
+    if isinstance(document, Mapping):
+        return f"a dict with the keys {', '.join(map(repr, list(document)[:8])) or '(none)'}"
+    return f"a {type(document).__name__}"
+
+
+def _read_data_list(path: Path, document: Mapping[str, Any]) -> list[Read]:
+    metainfo = document["metainfo"]
+    names, early = layout_data_list.class_names(metainfo), layout_data_list.is_early(metainfo)
+    return _read_all(path, document["data_list"], lambda entry: layout_data_list.read_sample(entry, names, early))
+
+
+def _read_infos(path: Path, document: Mapping[str, Any]) -> list[Read]:
+    return _read_all(path, document["infos"], layout_infos.read_sample)
+
+
+def _read_all(path: Path, entries: Any, read: Callable[[Any], Read]) -> list[Read]:
+    samples = []
+    for index, entry in enumerate(entries):
+        try:
+            samples.append(read(entry))
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise BevctlError(
+                f"Sample {index} of {path} cannot be read: {type(error).__name__}: {error}.",
+                "The file is damaged or of a layout that bevctl does not know; rebuild it with `bevctl data prepare`.",
+            ) from None
+    return samples
+
+
+def _decide_convention(samples: list[Read], asked: str, modern: bool) -> tuple[str, str]:
+    """The box convention, and a sentence where it could not be told from the boxes."""
+    annotated = [notes.boxes for _, notes in samples if notes.boxes is not None]
+    if asked != "auto":
+        return asked, f"Boxes are read as {asked}, as asked."
+    found = detect_convention((notes.boxes, notes.names) for _, notes in samples if notes.boxes is not None)
+    if found is not None or not any(len(rows) for rows in annotated):
+        return found or ("lwh" if modern else "wlh"), ""
+    assumed = "lwh" if modern else "wlh"
+    return assumed, (
+        f"No object shows how the boxes are stored; {assumed} is assumed for this layout (data.box_convention sets it)."
+    )
+
+
+def _with_boxes(samples: list[Read], convention: str) -> tuple[SampleInfo, ...]:
+    """Samples with boxes in the project's convention.
+
+    mmdet3d drops the empty list of a sample without objects: where others have objects, that sample has none.
+    """
+    annotated = any(notes.boxes is not None for _, notes in samples)
+    empty = np.zeros((0, 9)) if annotated else None
+    return tuple(
+        dataclasses.replace(sample, boxes=empty if notes.boxes is None else to_lwh(notes.boxes, convention))
+        for sample, notes in samples
+    )
+
+
+def locate(root: str | Path, name: str, sensor: str) -> Path | None:
+    """The file that an info file calls `name`, or None. Tried in order: the path as given, below `root`, below
+    `root`/samples/`sensor` and `root`/sweeps/`sensor`, and, for a path stored with another machine's root, its part
+    from samples/ or sweeps/ on below `root`."""
+    return next((path for path in _candidates(Path(root), name, sensor) if path.is_file()), None)
+
+
+def resolve(root: str | Path, name: str, sensor: str) -> Path:
+    """`locate`, or BevctlError (exit 4) where there is no such file."""
+    found = locate(root, name, sensor)
+    if found is None:
+        raise BevctlError(
+            f"{sensor} file {name!r} is not in {root}.",
+            "`bevctl data check` counts what is missing; data.root sets the folder.",
+            ExitCode.RUN_FAILED,
+        )
+    return found
+
+
+def _candidates(root: Path, name: str, sensor: str) -> Iterator[Path]:
+    yield Path(name)
+    yield root / name
+    yield root / "samples" / sensor / name
+    yield root / "sweeps" / sensor / name
+    parts = Path(name).parts
+    for folder in ("samples", "sweeps"):
+        if folder in parts:
+            yield root.joinpath(*parts[len(parts) - 1 - parts[::-1].index(folder) :])

@@ -1,0 +1,105 @@
+"""What an info file says about a data set, in one form whatever its layout was.
+
+All matrices are 4×4 float64 on column vectors; times are in seconds; boxes are rows as in `bevctl.batch`, in the LiDAR
+frame of the keyframe.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bevctl.geometry import Array
+
+IGNORED = "ignored"
+"""Name of an annotated object whose class the info file leaves out (label -1)."""
+
+
+@dataclass(frozen=True, eq=False)
+class CameraInfo:
+    """One image of a sample."""
+
+    path: str
+    intrinsics: Array
+    """(3, 3) camera frame → pixels."""
+    camera2lidar: Array
+    """(4, 4) camera frame at its own time → LiDAR frame of the keyframe, ego motion in between included."""
+    timestamp: float
+
+
+@dataclass(frozen=True, eq=False)
+class SweepInfo:
+    """One earlier LiDAR sweep."""
+
+    path: str
+    sweep2key: Array
+    """(4, 4) LiDAR frame of the sweep → LiDAR frame of the keyframe."""
+    timestamp: float
+
+
+@dataclass(frozen=True, eq=False)
+class SampleInfo:
+    """One annotated keyframe. File names are as stored: `index.resolve` finds the file."""
+
+    token: str
+    timestamp: float
+    lidar_path: str
+    lidar2ego: Array
+    ego2global: Array
+    cameras: dict[str, CameraInfo]
+    sweeps: tuple[SweepInfo, ...]
+    """Nearest in time first."""
+    boxes: Array | None
+    """(n, 9), or None where the file has no annotations (a test split)."""
+    names: tuple[str, ...]
+    """Class name of each box; `IGNORED` for label -1."""
+    num_lidar_pts: NDArray[np.int64]
+    num_radar_pts: NDArray[np.int64]
+    valid: NDArray[np.bool_]
+    """(n,) False where no LiDAR or radar point lies on the object."""
+    location: str | None
+    """Name of the map, as in nuScenes' `log` table."""
+    attributes: tuple[str, ...] = ()
+    """nuScenes attribute of each box, "" where it has none; empty where the file does not say."""
+
+
+@dataclass(frozen=True, eq=False)
+class InfoFile:
+    """A whole info file."""
+
+    path: Path
+    format: str
+    """mmdet3d-1.1, mmdet3d-1.1-early, mmdet3d-1.0, mmdet3d-0.x, mit-bevfusion or petr."""
+    version: str
+    """nuScenes version, e.g. v1.0-trainval; "unknown" where the file does not say."""
+    samples: tuple[SampleInfo, ...]
+    box_convention: str = "lwh"
+    """How the file stores boxes: lwh (l, w, h, yaw) or wlh (w, l, h, -yaw - π/2)."""
+    notes: tuple[str, ...] = ()
+    """What was assumed in reading, one sentence each."""
+
+
+@dataclass(frozen=True, eq=False)
+class Annotations:
+    """The boxes of one sample while a file is read: dimensions and angle still as stored."""
+
+    boxes: Array | None
+    names: tuple[str, ...]
+    num_lidar_pts: NDArray[np.int64]
+    num_radar_pts: NDArray[np.int64]
+    valid: NDArray[np.bool_]
+    attributes: tuple[str, ...] = ()
+
+
+NO_ANNOTATIONS = Annotations(None, (), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, bool))
+
+
+def box_rows(boxes: Any, velocity: Any) -> Array:
+    """(n, 9) rows from (n, 7) boxes and (n, 2) velocities in m/s; None as velocity means unknown."""
+    seven = np.asarray(boxes, dtype=np.float64).reshape(-1, 7)
+    two = np.full((len(seven), 2), np.nan) if velocity is None else np.asarray(velocity, np.float64).reshape(-1, 2)
+    return np.concatenate([seven, two], axis=1)
