@@ -75,6 +75,11 @@ class DataConfig:
         ("drivable_area", "ped_crossing", "walkway", "stop_line", "carpark_area", "divider"),
         "map classes, in the order of the network's outputs",
     )
+    box_convention: str = opt(
+        "auto",
+        "how info files store boxes: l, w, h, yaw or w, l, h, -yaw - pi/2; auto tells it from the objects' shapes",
+        choices=("auto", "lwh", "wlh"),
+    )
     max_bad_samples: int = opt(20, "unreadable samples an epoch may skip before the run fails", low=0)
     image: ImageAugmentConfig = opt(ImageAugmentConfig, "image augmentation")
     space: SpaceAugmentConfig = opt(SpaceAugmentConfig, "3D augmentation")
