@@ -18,6 +18,7 @@ class ExitCode(IntEnum):
     NONFINITE = 5
     PREEMPTED = 6
     INTERRUPTED = 130
+    PIPE_CLOSED = 141
     TERMINATED = 143
 
     @property
@@ -34,6 +35,7 @@ _MEANINGS = {
     ExitCode.NONFINITE: "stopped on non-finite numbers; a retry is useless",
     ExitCode.PREEMPTED: "preempted, checkpoint written: resume",
     ExitCode.INTERRUPTED: "ended by a second SIGINT",
+    ExitCode.PIPE_CLOSED: "the reader of the output went away",
     ExitCode.TERMINATED: "ended by a second SIGTERM",
 }
 

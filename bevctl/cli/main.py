@@ -1,0 +1,166 @@
+"""The program: the table of commands, and the one place where an exception becomes an exit code."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import io
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+
+import bevctl
+from bevctl.cli.options import common_options, console_of
+from bevctl.console import Console
+from bevctl.errors import BevctlError, ExitCode, did_you_mean
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "config": ("bevctl.cli.config", "Show the resolved config and where its values come from."),
+}
+"""Name → (module with `command`, one line of help). A module is imported when its command runs."""
+
+_BAD_PATH = (errno.ENOENT, errno.EACCES, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+
+
+class Program(click.Group):
+    """The commands of COMMANDS, imported when needed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        if cmd_name not in self.commands:
+            module = importlib.import_module(COMMANDS[cmd_name][0])
+            self.commands[cmd_name] = common_options(module.command)
+        return self.commands[cmd_name]
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in COMMANDS:
+            raise BevctlError(f"No command {args[0]!r}.", did_you_mean(args[0], COMMANDS))
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Exit codes"):
+            formatter.write_dl([(str(code.value), code.meaning) for code in ExitCode])
+        with formatter.section("Completion"):
+            formatter.write_text("bash, and the same with zsh or fish:")
+            formatter.write_text('eval "$(_BEVCTL_COMPLETE=bash_source bevctl)"')
+
+
+def _say_version(context: click.Context, _: click.Parameter, value: bool) -> None:
+    if value:
+        console_of(context).result(f"bevctl {bevctl.__version__}")
+        context.exit()
+
+
+@click.command(
+    "bevctl", cls=Program, context_settings={"auto_envvar_prefix": "BEVCTL", "help_option_names": ["-h", "--help"]}
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    allow_from_autoenv=False,
+    callback=_say_version,
+    help="Print the version.",
+)
+def program() -> None:
+    """Train bird's-eye-view perception models in mixed precision on nuScenes-format data.
+
+    An option of a command is also read from BEVCTL_<COMMAND>_<OPTION>, for example BEVCTL_TRAIN_BATCH.
+    """
+
+
+program.params.extend(common_options(click.Command("common")).params)
+
+
+def main() -> None:
+    """Entry point of the `bevctl` script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(argv: Sequence[str], console: Console | None = None) -> int:
+    """Run the command line `argv` (without the program's name) and return its exit code.
+
+    A handler returns None or the code; what it raises is told through the console, in JSON mode as a document too.
+    """
+    console = console or Console()
+    # Known before parsing, because a parse error must come out as JSON too.
+    console.json = console.json or "--json" in argv
+    try:
+        result = program.main(args=list(argv), prog_name="bevctl", obj=console, standalone_mode=False)
+        console.stdout.flush()
+    except Exception as error:
+        return _fail(error, _command_name(argv), console)
+    except KeyboardInterrupt:
+        console.error("Interrupted.")
+        return ExitCode.INTERRUPTED
+    return int(result) if isinstance(result, int) else ExitCode.OK
+
+
+def _fail(error: Exception, command: str, console: Console) -> int:
+    """Say what went wrong and return the exit code."""
+    if isinstance(error, BrokenPipeError):
+        _drop_output(console)
+        return ExitCode.PIPE_CLOSED
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        console.result(error.format_message())
+        return ExitCode.USAGE
+    if console.debug:
+        traceback.print_exception(error, file=console.stderr)
+    shown = _as_bevctl_error(error)
+    console.error(shown.message, shown.hint)
+    if console.json and not console.documents:
+        body = {"error": {"code": int(shown.code), "message": shown.message, "hint": shown.hint}}
+        console.document(command, body, status="error")
+    return shown.code
+
+
+def _as_bevctl_error(error: Exception) -> BevctlError:
+    if isinstance(error, BevctlError):
+        return error
+    if isinstance(error, click.Abort):
+        return BevctlError("Interrupted.", "", ExitCode.INTERRUPTED)
+    if isinstance(error, click.ClickException):
+        path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "bevctl"
+        return BevctlError(error.format_message(), f"`{path} --help` lists what it takes.", ExitCode.USAGE)
+    if isinstance(error, MemoryError):
+        return BevctlError("Out of memory.", "Use a smaller batch or fewer workers.", ExitCode.RUN_FAILED)
+    if isinstance(error, OSError):
+        return _os_error(error)
+    message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return BevctlError(message, "This is a defect in bevctl; --debug shows where.", ExitCode.RUN_FAILED)
+
+
+def _os_error(error: OSError) -> BevctlError:
+    what = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}."
+    if error.errno in _BAD_PATH:
+        return BevctlError(what, "Check the path and its permissions.", ExitCode.USAGE)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return BevctlError(what, "Free some space, or write elsewhere.", ExitCode.RUN_FAILED)
+    return BevctlError(what, "The operating system refused; --debug shows where.", ExitCode.RUN_FAILED)
+
+
+def _command_name(argv: Sequence[str]) -> str:
+    return next((word for word in argv if word in COMMANDS), "bevctl")
+
+
+def _drop_output(console: Console) -> None:
+    """Point stdout at nothing, so that the interpreter's flush at exit does not fail again."""
+    if console.stdout is sys.stdout:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,211 @@
+"""Options that several commands share.
+
+A command that reads a config is written so; `config_option` is a click option that fills a config key:
+
+    @click.command("train", cls=ConfigCommand)
+    @config_options
+    @config_option("--batch", key="train.batch", type=int, help="Samples per GPU.")
+    @json_option
+    @click.pass_obj
+    def command(console: Console, request: ConfigRequest) -> None:
+        config = request.load().config
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from bevctl.console import Console
+from bevctl.errors import BevctlError
+
+Handler = TypeVar("Handler", bound=Callable[..., Any])
+
+_GIVEN = "bevctl.cli.options.given"
+_DOTTED = re.compile(r"--([A-Za-z_]\w*(?:\.[\w/-]+)+)(?:=(.*))?", re.DOTALL)
+_ASSIGNMENT = re.compile(r"[A-Za-z_][\w./-]*=.*", re.DOTALL)
+_SET = ("--set", "--cfg-options")
+
+
+@dataclass(frozen=True)
+class _Value:
+    """What one config option was given, and how."""
+
+    value: object
+    name: str
+    from_environment: bool
+
+
+@dataclass(frozen=True)
+class ConfigRequest:
+    """CONFIG and everything on the command line, or in the environment, that changes it."""
+
+    source: str | None
+    sets: tuple[str, ...]
+    given: Mapping[str, _Value]
+    console: Console
+
+    def load(
+        self,
+        options: Mapping[str, object] | None = None,
+        fallback: Callable[[], str | Path | Mapping[str, Any] | None] | None = None,
+    ) -> Any:
+        """Resolve the config (`bevctl.config.load.Loaded`) and say its notes on stderr.
+
+        `options` are further values by config key that rank as options; None stands for "not given".
+        `fallback`: see `bevctl.config.load.load`. Raises BevctlError.
+        """
+        from bevctl.config.load import Given, load
+
+        environment = {k: Given(v.value, v.name) for k, v in self.given.items() if v.from_environment}
+        chosen: dict[str, object] = {k: Given(v.value, v.name) for k, v in self.given.items() if not v.from_environment}
+        chosen |= {key: value for key, value in (options or {}).items() if value is not None}
+        loaded = load(self.source, sets=self.sets, options=chosen, environment=environment, fallback=fallback)
+        for note in loaded.notes:
+            self.console.info(note)
+        return loaded
+
+
+def config_options(function: Handler) -> Handler:
+    """Add CONFIG, --set, --cfg-options and --device; the handler gets `request: ConfigRequest`.
+
+    Trailing `--a.b.c value` overrides need the command's class to be `ConfigCommand`.
+    """
+
+    @click.argument("config", required=False, metavar="[CONFIG]")
+    @click.option(
+        *_SET,
+        "sets",
+        multiple=True,
+        metavar="KEY=VALUE|FILE",
+        help="Override config values, by key or from a YAML file; repeatable, later wins. Also: --a.b.c VALUE.",
+    )
+    @config_option(
+        "--device", key="device", type=click.Choice(["auto", "cpu", "cuda"]), help="Where to compute; default: auto."
+    )
+    @functools.wraps(function)
+    def handler(*arguments: Any, config: str | None, sets: tuple[str, ...], **options: Any) -> Any:
+        context = click.get_current_context()
+        given = context.meta.get(_GIVEN, {})
+        request = ConfigRequest(config, sets, given, context.find_object(Console) or Console())
+        return function(*arguments, request=request, **options)
+
+    return handler  # type: ignore[return-value]
+
+
+def config_option(*names: str, key: str, **attributes: Any) -> Callable[[Handler], Handler]:
+    """A click option whose value goes to config key `key`; the handler does not see it.
+
+    Given on the command line it ranks above --set, from its environment variable below. Two different options for one
+    key on the same command line are an error.
+    """
+
+    def remember(context: click.Context, parameter: click.Parameter, value: object) -> None:
+        source = context.get_parameter_source(parameter.name or "")
+        if source not in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT):
+            return
+        from_environment = source is ParameterSource.ENVIRONMENT
+        name = _variable(context, parameter) if from_environment else max(parameter.opts, key=len)
+        values: dict[str, _Value] = context.meta.setdefault(_GIVEN, {})
+        other = values.get(key)
+        if other and other.from_environment == from_environment and other.value != value:
+            raise click.UsageError(f"{other.name} and {name} contradict each other.", context)
+        if other is None or not from_environment:
+            values[key] = _Value(value, name, from_environment)
+
+    return click.option(*names, callback=remember, expose_value=False, **attributes)
+
+
+def _variable(context: click.Context, parameter: click.Parameter) -> str:
+    return f"{context.auto_envvar_prefix}_{parameter.name}".upper()
+
+
+class ConfigCommand(click.Command):
+    """A command that takes torchpack's `--a.b.c value` and mmcv's `--cfg-options a=1 b=2` as forms of --set.
+
+    Only a name with a dot is an override; another unknown option stays an error.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, spell_out_overrides(args))
+
+
+def spell_out_overrides(arguments: list[str]) -> list[str]:
+    """The arguments with each override as `--set key=value`, in their order.
+
+    Raises BevctlError for `--a.b.c` without a value.
+    """
+    spelled: list[str] = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        dotted = _DOTTED.fullmatch(word)
+        if word == "--":
+            return [*spelled, word, *rest]
+        if dotted:
+            if dotted[2] is None and not rest:
+                raise BevctlError(f"{word} has no value.", f"Write {word} VALUE or {word}=VALUE.")
+            spelled += ["--set", f"{dotted[1]}={rest.pop(0) if dotted[2] is None else dotted[2]}"]
+        elif word.partition("=")[0] == "--cfg-options":
+            values = [word.partition("=")[2]] if "=" in word else []
+            while rest and _ASSIGNMENT.fullmatch(rest[0]):
+                values.append(rest.pop(0))
+            spelled += [part for value in values for part in ("--set", value)] or [word]
+        else:
+            spelled.append(word)
+    return spelled
+
+
+def json_option(function: Handler) -> Handler:
+    """Add --json: one JSON document on stdout instead of text."""
+
+    def switch(context: click.Context, _: click.Parameter, value: bool) -> None:
+        if value:
+            console_of(context).json = True
+
+    option = click.option(
+        "--json", is_flag=True, is_eager=True, expose_value=False, callback=switch, help="Print one JSON document."
+    )
+    return option(function)
+
+
+def common_options(command: click.Command) -> click.Command:
+    """The command, and those below it, with --color, -q, -v and --debug, which work before and after its name."""
+    command.params.extend(_common())
+    for below in getattr(command, "commands", {}).values():
+        common_options(below)
+    return command
+
+
+def _common() -> list[click.Parameter]:
+    def setting(name: str) -> Callable[[click.Context, click.Parameter, Any], None]:
+        def store(context: click.Context, _: click.Parameter, value: Any) -> None:
+            if value:
+                setattr(console_of(context), name, value)
+
+        return store
+
+    def option(*names: str, target: str, **attributes: Any) -> click.Option:
+        return click.Option(names, callback=setting(target), expose_value=False, is_eager=True, **attributes)
+
+    colors = click.Choice(["auto", "always", "never"])
+    return [
+        option("--color", target="color", type=colors, help="When to use colour; default: auto."),
+        option("-q", "--quiet", target="quiet", is_flag=True, help="Only results, warnings and errors."),
+        option("-v", "--verbose", target="verbose", count=True, help="Say more."),
+        option("--debug", target="debug", is_flag=True, help="Show the traceback of an error."),
+    ]
+
+
+def console_of(context: click.Context) -> Console:
+    """The console of this run."""
+    console = context.find_object(Console)
+    assert console is not None
+    return console

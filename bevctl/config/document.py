@@ -1,0 +1,133 @@
+"""YAML text as nodes that know their line; scalars keep their text, so that the schema decides what they are.
+
+PyYAML's own scalar rules (YAML 1.1) read `2e-4` as text and `2:30` as the number 150; nothing here uses them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+from yaml.nodes import MappingNode, Node, ScalarNode
+
+from bevctl.errors import BevctlError
+
+MAX_BYTES = 256 * 1024
+"""A config is a page of text; what is larger is another kind of file."""
+_MAP = "tag:yaml.org,2002:map"
+_STR = "tag:yaml.org,2002:str"
+
+
+def display(path: Path) -> str:
+    """`path` as messages show it: relative where it lies below the working directory."""
+    try:
+        return str(path.resolve().relative_to(Path.cwd().resolve()))
+    except (OSError, ValueError, RuntimeError):
+        return str(path)
+
+
+def read_mapping(path: Path) -> MappingNode:
+    """The top-level mapping of a YAML file. Raises BevctlError that names the file and the line."""
+    where = display(path)
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise BevctlError(f"Cannot read config {where}: {error.strerror or error}.", "Give a YAML file.") from None
+    if len(data) > MAX_BYTES:
+        raise BevctlError(f"{where} is larger than {MAX_BYTES // 1024} KiB.", "A config is a YAML file of a few KiB.")
+    return parse_mapping(data, where)
+
+
+def parse_mapping(data: bytes | str, where: str) -> MappingNode:
+    """The top-level mapping of YAML text; `where` names its source in errors."""
+    node = _compose(data, where)
+    if node is None:
+        raise BevctlError(f"{where} is empty.", "A config is a YAML mapping of sections, such as `train:`.")
+    if not isinstance(node, MappingNode):
+        raise BevctlError(f"{where} holds no mapping.", "A config is a YAML mapping of sections, such as `train:`.")
+    return node
+
+
+def _compose(data: bytes | str, where: str) -> Node | None:
+    try:
+        return yaml.compose(data, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise BevctlError(
+            f"{where}{line}: not valid YAML: {error.problem or error.context}.", "Fix the line."
+        ) from None
+    except yaml.YAMLError:
+        raise BevctlError(f"{where} is not text that YAML allows.", "A config is a YAML file in UTF-8.") from None
+    except (UnicodeDecodeError, RecursionError, ValueError):
+        raise BevctlError(f"{where} cannot be parsed as YAML.", "A config is a YAML file in UTF-8.") from None
+
+
+def value_node(text: str) -> Node:
+    """The node of the value in `key=value`: YAML, or the text itself where it is no YAML."""
+    try:
+        return yaml.compose(text, Loader=yaml.SafeLoader) or ScalarNode(_STR, "")
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return ScalarNode(_STR, text, style="'")
+
+
+def python_node(value: object) -> Node:
+    """The node of a plain Python value. Raises BevctlError where YAML has no form for it."""
+    try:
+        node = yaml.compose(yaml.safe_dump(value), Loader=yaml.SafeLoader)
+    except yaml.YAMLError:
+        raise BevctlError(f"{value!r:.80} is not a plain value.", "Use numbers, text, lists and mappings.") from None
+    assert node is not None
+    return node
+
+
+def nested(key: str, value: Node) -> MappingNode:
+    """The mapping that `key: value` would be with each dot of `key` as a level."""
+    node = value
+    for part in reversed(key.split(".")):
+        node = MappingNode(_MAP, [(ScalarNode(_STR, part), node)])
+    assert isinstance(node, MappingNode)
+    return node
+
+
+def items(node: MappingNode, where: str) -> Iterator[tuple[str, Node, int]]:
+    """(key, value, line) of a mapping, in its order. Raises BevctlError for a key that comes twice or is no text."""
+    seen: dict[str, int] = {}
+    for key, value in node.value:
+        line = line_of(key)
+        if not isinstance(key, ScalarNode):
+            raise BevctlError(
+                f"{where}:{line}: a key must be a word.", "Keys are the names `bevctl config show` lists."
+            )
+        if key.value in seen:
+            raise BevctlError(
+                f"{where}:{line}: key {key.value!r} comes twice (first in line {seen[key.value]}).", "Keep one of them."
+            )
+        seen[key.value] = line
+        yield key.value, value, line
+
+
+def line_of(node: Node) -> int:
+    """1-based line of a node; 0 for one that comes from no text."""
+    return int(node.start_mark.line) + 1 if node.start_mark else 0
+
+
+def is_null(node: Node) -> bool:
+    """Whether the node is an unquoted null."""
+    return isinstance(node, ScalarNode) and node.style is None and node.value in ("", "~", "null", "Null", "NULL")
+
+
+def packaged_folder() -> Path:
+    """Folder of the packaged configs: `bevctl.configs`, or `configs/` of a checkout that is not installed."""
+    try:
+        import bevctl.configs as packaged
+    except ModuleNotFoundError:
+        return Path(__file__).parents[2] / "configs"
+    return Path(os.fspath(packaged.__path__[0]))
+
+
+def packaged_names() -> list[str]:
+    """Names of the packaged configs."""
+    return sorted(path.stem for path in packaged_folder().glob("*.yaml"))
