@@ -5,7 +5,7 @@ PyYAML's own scalar rules (YAML 1.1) read `2e-4` as text and `2:30` as the numbe
 
 from __future__ import annotations
 
-import os
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,10 +122,10 @@ def is_null(node: Node) -> bool:
 def packaged_folder() -> Path:
     """Folder of the packaged configs: `bevctl.configs`, or `configs/` of a checkout that is not installed."""
     try:
-        import bevctl.configs as packaged
+        packaged = importlib.import_module("bevctl.configs")
     except ModuleNotFoundError:
         return Path(__file__).parents[2] / "configs"
-    return Path(os.fspath(packaged.__path__[0]))
+    return Path(packaged.__path__[0])
 
 
 def packaged_names() -> list[str]:

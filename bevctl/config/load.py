@@ -87,7 +87,7 @@ def load(
         environment: values (plain or `Given`) by dotted key that rank below `sets`, above the file.
         fallback: what to use without CONFIG, when resuming: a path, a name, or a config as data; None for nothing.
 
-    Raises BevctlError (exit code 2) that names file and line, or the option, for anything that is not as the schema says.
+    Raises BevctlError (exit code 2) that names file and line, or the option, for what is not as the schema says.
     """
     notes: list[str] = []
     chosen = _choose(source, fallback, notes)
@@ -156,10 +156,10 @@ def _annotate(
 class _Dumper(yaml.SafeDumper):
     """Block mappings, lists of plain values in one line, no aliases."""
 
-    def ignore_aliases(self, data: object) -> bool:
+    def ignore_aliases(self, _: object) -> bool:
         return True
 
-    def represent_list(self, data: Any) -> Node:
+    def represent_list(self, data: Any) -> yaml.SequenceNode:
         flow = not any(isinstance(item, dict) for item in data)
         return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flow)
 

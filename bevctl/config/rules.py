@@ -179,8 +179,8 @@ def _same_grid(camera: CameraConfig, lidar: LidarConfig, bounds: Sequence[float]
         theirs = (bounds[axis], bounds[axis + 3], lidar.voxel_size[axis] * LIDAR_STRIDE)
         if any(abs(a - b) > _WHOLE for a, b in zip(mine, theirs, strict=True)):
             message = (
-                f"The camera's grid in {'xy'[axis]} ({mine[0]:g} to {mine[1]:g} m, cell {mine[2]:g}) is not the LiDAR's "
-                f"({theirs[0]:g} to {theirs[1]:g} m, cell {theirs[2]:g})."
+                f"The camera's grid in {'xy'[axis]} ({mine[0]:g} to {mine[1]:g} m, cell {mine[2]:g}) "
+                f"is not the LiDAR's ({theirs[0]:g} to {theirs[1]:g} m, cell {theirs[2]:g})."
             )
             yield Problem(
                 f"model.camera.view.{name}", message, "Cell: step × downsample, and 8 × voxel; make them equal."

@@ -36,7 +36,7 @@ class Spec:
     @property
     def section(self) -> type | None:
         """The dataclass of a (possibly null) section; None for a plain field."""
-        return next((member for member in _members(self.hint) if dataclasses.is_dataclass(member)), None)
+        return next((m for m in _members(self.hint) if isinstance(m, type) and dataclasses.is_dataclass(m)), None)
 
     @property
     def is_table(self) -> bool:
@@ -52,8 +52,9 @@ def specs_of(section: type) -> dict[str, Spec]:
 
 
 def _spec(field: dataclasses.Field[Any], hint: Any) -> Spec:
-    made = field.default_factory is not dataclasses.MISSING
-    return Spec(field.name, hint, field.default_factory() if made else field.default, field.metadata)
+    factory = field.default_factory
+    default = field.default if factory is dataclasses.MISSING else factory()
+    return Spec(field.name, hint, default, field.metadata)
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
