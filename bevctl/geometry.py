@@ -102,6 +102,22 @@ def box_corners(boxes: ArrayLike) -> Array:
     return np.concatenate([bottom, top], axis=1)
 
 
+def transform_boxes(matrix: ArrayLike, boxes: ArrayLike) -> Array:
+    """(n, 7 or 9) boxes moved by a 4×4 map made of rotation about z, uniform scale, mirrored x or y, and translation.
+
+    Sizes and velocities scale along; yaw comes back in [-π, π].
+    """
+    m = np.asarray(matrix, dtype=np.float64)
+    rows = np.array(boxes, dtype=np.float64)
+    plane = m[:2, :2].T
+    heading = np.stack([np.cos(rows[:, 6]), np.sin(rows[:, 6])], axis=1) @ plane
+    rows[:, :3] = transform_points(m, rows[:, :3])
+    rows[:, 3:6] *= np.sqrt(abs(np.linalg.det(plane)))
+    rows[:, 6] = np.arctan2(heading[:, 1], heading[:, 0])
+    rows[:, 7:9] = rows[:, 7:9] @ plane if rows.shape[1] == 9 else rows[:, 7:9]
+    return rows
+
+
 def points_in_boxes(points: ArrayLike, boxes: ArrayLike, margin: float = 0.0) -> NDArray[np.bool_]:
     """(n, P) membership of (P, ≥ 3) points in (n, ≥ 7) boxes grown by `margin` metres on each side."""
     p = np.asarray(points, dtype=np.float64)[:, :3]

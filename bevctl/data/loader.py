@@ -1,0 +1,181 @@
+"""Samples in batches: the order of an epoch, stacking, and worker processes that outlive no one."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+from bevctl.batch import Batch, Calibration
+from bevctl.data.nuscenes import Item, NuScenesDataset
+from bevctl.data.sample import Sample
+from bevctl.geometry import invert_rigid
+
+Index = tuple[int, int]
+"""(epoch, position in the data set)"""
+
+
+class EpochSampler(Sampler[list[Index]]):
+    """Batches of (epoch, index) for one rank; every rank gets the same number of batches.
+
+    Training (`shuffle`) goes through a permutation that depends on (seed, epoch) alone; consecutive samples go to
+    consecutive ranks. A last short batch is dropped with `drop_last`, else filled from the start of the order, and a
+    data set smaller than one batch is repeated to fill it. Evaluation keeps the order and never repeats a sample, so
+    that its last batches may be short or empty.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        batch: int,
+        *,
+        epoch: int = 0,
+        seed: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        start_batch: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = True,
+    ) -> None:
+        if length < 1 or batch < 1 or not 0 <= rank < world or start_batch < 0:
+            raise ValueError(f"impossible {length=}, {batch=}, {rank=}, {world=}, {start_batch=}")
+        self.length, self.batch, self.rank, self.world = length, batch, rank, world
+        self.epoch, self.seed, self.start_batch, self.shuffle = epoch, seed, start_batch, shuffle
+        whole = length / (batch * world)
+        self.batches = max(1, math.floor(whole) if drop_last else math.ceil(whole))
+
+    def __len__(self) -> int:
+        return max(0, self.batches - self.start_batch)
+
+    def __iter__(self) -> Iterator[list[Index]]:
+        mine = self._order()[self.rank :: self.world]
+        for number in range(self.start_batch, self.batches):
+            part = mine[number * self.batch : (number + 1) * self.batch]
+            yield [(self.epoch, int(index)) for index in part]
+
+    def _order(self) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(self.length)
+        order = np.random.default_rng([self.seed, self.epoch]).permutation(self.length)
+        return np.resize(order, self.batches * self.batch * self.world)
+
+
+def make_loader(
+    dataset: NuScenesDataset,
+    *,
+    batch: int,
+    workers: int,
+    epoch: int,
+    seed: int,
+    rank: int = 0,
+    world: int = 1,
+    start_batch: int = 0,
+    shuffle: bool,
+    drop_last: bool,
+    pin: bool = False,
+) -> DataLoader[Item]:
+    """Batches of one epoch for one rank, from `start_batch` on (see `EpochSampler`).
+
+    The batches are the same for any number of `workers`, and torch's global random state is left alone.
+    """
+    sampler = EpochSampler(
+        len(dataset),
+        batch,
+        epoch=epoch,
+        seed=seed,
+        rank=rank,
+        world=world,
+        start_batch=start_batch,
+        shuffle=shuffle,
+        drop_last=drop_last,
+    )
+    return DataLoader(
+        dataset,  # type: ignore[arg-type]  # any object with __getitem__ and __len__ will do
+        batch_sampler=sampler,
+        num_workers=workers,
+        collate_fn=collate,
+        pin_memory=pin,
+        worker_init_fn=_start_worker,
+        generator=torch.Generator().manual_seed(seed),
+        prefetch_factor=2 if workers else None,
+    )
+
+
+def _start_worker(number: int) -> None:
+    """Leave signals to the parent, which saves a checkpoint first; but never stay behind without it."""
+    del number
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        if os.getppid() == 1:  # the parent died before the request took effect
+            os._exit(1)
+
+
+def collate(items: Sequence[Item]) -> Batch:
+    """The samples of `items` as one batch; those that could not be read leave their sentence only."""
+    samples = [item.sample for item in items if item.sample is not None]
+    return Batch(
+        images=_images(samples),
+        points=_points(samples),
+        calibration=_calibration(samples),
+        boxes=[_float(sample.boxes) for sample in samples],
+        labels=[torch.from_numpy(sample.labels) for sample in samples],
+        bev_map=_maps(samples),
+        has_boxes=torch.tensor([sample.has_boxes for sample in samples], dtype=torch.bool),
+        has_map=torch.tensor([sample.bev_map is not None for sample in samples], dtype=torch.bool),
+        tokens=[sample.token for sample in samples],
+        problems=[problem for item in items for problem in item.problems],
+    )
+
+
+def _float(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32))
+
+
+def _stack(arrays: Sequence[np.ndarray], shape: tuple[int, ...]) -> Tensor:
+    """(B, *shape) float32; `shape` counts where there is nothing to stack."""
+    return _float(np.stack(arrays)) if arrays else torch.zeros((0, *shape))
+
+
+def _images(samples: Sequence[Sample]) -> Tensor | None:
+    if not samples or samples[0].images is None:
+        return None
+    stacked = np.stack([np.stack(sample.images or ()) for sample in samples])
+    return torch.from_numpy(np.ascontiguousarray(stacked.transpose(0, 1, 4, 2, 3)))
+
+
+def _points(samples: Sequence[Sample]) -> list[Tensor] | None:
+    if not samples or samples[0].points is None:
+        return None
+    return [_float(sample.points) for sample in samples if sample.points is not None]
+
+
+def _calibration(samples: Sequence[Sample]) -> Calibration:
+    cameras = (0, 4, 4)
+    lidar2image = [sample.intrinsics @ invert_rigid(sample.camera2lidar) for sample in samples]
+    return Calibration(
+        intrinsics=_stack([sample.intrinsics for sample in samples], cameras),
+        camera2lidar=_stack([sample.camera2lidar for sample in samples], cameras),
+        lidar2image=_stack(lidar2image, cameras),
+        image_aug=_stack([sample.image_aug for sample in samples], cameras),
+        lidar_aug=_stack([sample.lidar_aug for sample in samples], (4, 4)),
+    )
+
+
+def _maps(samples: Sequence[Sample]) -> Tensor | None:
+    """Masks of the samples that have one, zeros for the others; None where none has."""
+    known = [sample.bev_map for sample in samples if sample.bev_map is not None]
+    if not known:
+        return None
+    blank = np.zeros_like(known[0])
+    return _stack([blank if sample.bev_map is None else sample.bev_map for sample in samples], blank.shape)

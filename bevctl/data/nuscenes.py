@@ -1,0 +1,214 @@
+"""Samples of a nuScenes-format data set: files read, augmented, and checked for what is absent."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bevctl.batch import CAMERAS
+from bevctl.config.schema import Config
+from bevctl.data.files import read_image
+from bevctl.data.index import read_info, resolve
+from bevctl.data.info import InfoFile, SampleInfo
+from bevctl.data.maps import load_map, map_file, map_masks
+from bevctl.data.sample import ImageArray, Sample
+from bevctl.data.sweeps import load_points
+from bevctl.data.transforms import build_transforms
+from bevctl.errors import BevctlError, ExitCode
+from bevctl.geometry import Array, rigid
+
+SPLITS = ("train", "val")
+ATTEMPTS = 10
+"""Samples tried in training, one in place of another, before an index is given up."""
+
+_FAR_AWAY = rigid(np.diag([1.0, -1.0, -1.0]), [0.0, 0.0, -1e4])
+"""Pose of a camera that a sample lacks: 10 km below and looking down, so that it sees no point and fills no cell."""
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """What became of one index: a sample, or none, and a sentence for each unreadable file on the way."""
+
+    sample: Sample | None
+    problems: tuple[str, ...] = ()
+
+
+class NuScenesDataset:
+    """Samples of one split; index with (epoch, i) or i.
+
+    Training augments and picks sweeps at random, from a generator seeded by (seed, epoch, i); evaluation is
+    deterministic. An unreadable file leaves a sentence in `Item.problems`; training then takes another sample (none
+    after `ATTEMPTS` in a row), evaluation none. `notes` says once what the data set lacks. The maps it needs are
+    opened here, so that forked loader workers share them.
+
+    Raises BevctlError (exit 2) for a missing data root or an info file that cannot be used.
+    """
+
+    def __init__(self, config: Config, split: str, info: InfoFile | None = None) -> None:
+        if split not in SPLITS:
+            raise ValueError(f"split {split!r} is not one of {SPLITS}")
+        self.config = config
+        self.train = split == "train"
+        self.root = Path(config.data.root)
+        self.info = _read_split(config, self.train) if info is None else info
+        self._labels = {name: label for label, name in enumerate(config.data.classes)}
+        self._transforms = build_transforms(config, self.train)
+        names = [*CAMERAS, *sorted({name for sample in self.info.samples for name in sample.cameras} - set(CAMERAS))]
+        self.cameras = tuple(n for n in names if any(n in sample.cameras for sample in self.info.samples))
+        self.locations = self._find_maps()
+        self.notes = tuple(self._describe_absent())
+
+    def __len__(self) -> int:
+        return len(self.info.samples)
+
+    def __getitem__(self, index: int | tuple[int, int]) -> Item:
+        epoch, position = index if isinstance(index, tuple) else (0, index)
+        rng = np.random.default_rng([self.config.seed, epoch, position])
+        problems: list[str] = []
+        for _ in range(ATTEMPTS if self.train else 1):
+            try:
+                return Item(self._load(self.info.samples[position], rng), tuple(problems))
+            except BevctlError as error:
+                problems.append(f"Sample {self.info.samples[position].token}: {error.message}")
+                position = int(rng.integers(len(self)))
+        return Item(None, tuple(problems))
+
+    def _load(self, info: SampleInfo, rng: np.random.Generator) -> Sample:
+        sample = self._read(info, rng)
+        for transform in self._transforms:
+            sample = transform(sample, rng)
+        return dataclasses.replace(sample, bev_map=self._map_of(info, sample.lidar_aug))
+
+    def _read(self, info: SampleInfo, rng: np.random.Generator) -> Sample:
+        sweeps = self.config.data.sweeps
+        boxes, labels = self._targets(info)
+        cameras = len(self.cameras)
+        return Sample(
+            token=info.token,
+            images=self._read_images(info) if self.config.model.camera is not None else None,
+            points=load_points(self.root, info, sweeps, rng if self.train else None) if self._needs_points() else None,
+            intrinsics=self._intrinsics(info),
+            camera2lidar=_stack4([_camera2lidar(info, name) for name in self.cameras]),
+            image_aug=np.broadcast_to(np.eye(4), (cameras, 4, 4)),
+            lidar_aug=np.eye(4),
+            boxes=boxes,
+            labels=labels,
+            has_boxes=info.boxes is not None,
+        )
+
+    def _needs_points(self) -> bool:
+        camera = self.config.model.camera
+        return self.config.model.lidar is not None or (camera is not None and camera.view.kind == "depth_lss")
+
+    def _read_images(self, info: SampleInfo) -> tuple[ImageArray, ...]:
+        present = {
+            name: read_image(resolve(self.root, info.cameras[name].path, name))
+            for name in self.cameras
+            if name in info.cameras
+        }
+        if not present:
+            raise BevctlError(f"sample {info.token} has no image at all", code=ExitCode.RUN_FAILED)
+        blank = np.zeros_like(next(iter(present.values())))
+        return tuple(present.get(name, blank) for name in self.cameras)
+
+    def _intrinsics(self, info: SampleInfo) -> Array:
+        stacked = np.broadcast_to(np.eye(4), (len(self.cameras), 4, 4)).copy()
+        for matrix, name in zip(stacked, self.cameras, strict=True):
+            if name in info.cameras:
+                matrix[:3, :3] = info.cameras[name].intrinsics
+        return stacked
+
+    def _targets(self, info: SampleInfo) -> tuple[Array, NDArray[np.int64]]:
+        """Boxes of the trained classes with at least one LiDAR or radar point, and their labels."""
+        if info.boxes is None:
+            return np.zeros((0, 9)), np.zeros(0, dtype=np.int64)
+        labels = np.array([self._labels.get(name, -1) for name in info.names], dtype=np.int64)
+        kept = (labels >= 0) & info.valid
+        return info.boxes[kept], labels[kept]
+
+    def _find_maps(self) -> frozenset[str]:
+        """Locations whose map expansion is there, opened."""
+        if self.config.model.map is None:
+            return frozenset()
+        wanted = {sample.location for sample in self.info.samples if sample.location}
+        found = frozenset(location for location in wanted if map_file(self.root, location).is_file())
+        for location in found:
+            load_map(str(self.root), location)
+        return found
+
+    def _map_of(self, info: SampleInfo, lidar_aug: Array) -> NDArray[np.uint8] | None:
+        head = self.config.model.map
+        if head is None or info.location is None or info.location not in self.locations:
+            return None
+        layers = load_map(str(self.root), info.location)
+        lidar2global = info.ego2global @ info.lidar2ego
+        return map_masks(layers, self.config.data.map_classes, lidar2global, lidar_aug, head.xbound, head.ybound)
+
+    def _describe_absent(self) -> Iterable[str]:
+        """One sentence for each thing that the configured model would use and the data set lacks."""
+        samples, total = self.info.samples, len(self.info.samples)
+        yield from self.info.notes
+        if self.config.model.object is not None:
+            bare = sum(sample.boxes is None for sample in samples)
+            if bare:
+                yield f"{bare} of {total} samples have no boxes; they are left out of the detection loss."
+        if self.config.model.camera is not None:
+            yield from _describe_absent_cameras(samples)
+        if self.config.model.map is not None:
+            yield from self._describe_absent_maps()
+
+    def _describe_absent_maps(self) -> Iterable[str]:
+        total = len(self.info.samples)
+        nowhere = sum(sample.location is None for sample in self.info.samples)
+        if nowhere:
+            yield (
+                f"{nowhere} of {total} samples of {self.info.path.name} name no map location; they are left out of the "
+                "map loss (`bevctl data prepare` writes it)."
+            )
+        for location in sorted({s.location for s in self.info.samples if s.location} - self.locations):
+            count = sum(sample.location == location for sample in self.info.samples)
+            yield (
+                f"There is no {map_file(self.root, location)}; the {count} samples of {location} are left out of the "
+                "map loss (it comes with the nuScenes map expansion)."
+            )
+
+
+def _describe_absent_cameras(samples: Sequence[SampleInfo]) -> Iterable[str]:
+    for name in CAMERAS:
+        missing = sum(name not in sample.cameras for sample in samples)
+        if missing:
+            yield f"{missing} of {len(samples)} samples have no {name}; the model sees nothing there."
+
+
+def _camera2lidar(info: SampleInfo, name: str) -> Array:
+    return info.cameras[name].camera2lidar if name in info.cameras else _FAR_AWAY
+
+
+def _stack4(matrices: Sequence[Array]) -> Array:
+    return np.stack(matrices) if matrices else np.zeros((0, 4, 4))
+
+
+def _read_split(config: Config, train: bool) -> InfoFile:
+    """The info file that the config names for a split."""
+    root = Path(config.data.root)
+    if not root.is_dir():
+        raise BevctlError(
+            f"The data root {root} does not exist.",
+            f"Set data.root to a nuScenes folder, or make a small synthetic set: `bevctl data synth {root}`.",
+        )
+    path = root / (config.data.info_train if train else config.data.info_val)
+    if not path.is_file():
+        raise BevctlError(
+            f"There is no info file {path}.",
+            f"Make it from the tables: `bevctl data prepare --root {root} --version v1.0-trainval`; or set "
+            f"data.info_{'train' if train else 'val'}.",
+        )
+    info = read_info(path, config.data.box_convention)
+    if not info.samples:
+        raise BevctlError(f"{path} holds no samples.", "Give an info file of another split.")
+    return info

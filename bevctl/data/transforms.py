@@ -1,0 +1,175 @@
+"""Augmentation and filters: functions (sample, generator) → sample whose matrices say exactly what was done.
+
+Pixel coordinates are continuous with pixel i covering [i, i + 1): resizing is u·s, mirroring is W - u, and the pixel
+of a point is the floor of its coordinates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+from bevctl.config.schema import Config, ImageAugmentConfig, SpaceAugmentConfig
+from bevctl.data.sample import ImageArray, Sample, Transform
+from bevctl.geometry import Array, rotation_z, transform_boxes, transform_points
+
+SOURCE_WIDTH = 1600
+"""Width of the image that resize factors are meant for."""
+
+
+@dataclass(frozen=True)
+class ImageChange:
+    """What is done to one image, in this order."""
+
+    resize: float
+    """Factor for an image of `SOURCE_WIDTH`; a narrower one is enlarged accordingly."""
+    crop: float = 0.5
+    """Horizontal position of the crop: 0 left, 1 right. It is aligned with the bottom."""
+    flip: bool = False
+    rotate: float = 0.0
+    """Degrees, counter-clockwise as seen."""
+
+
+def draw_image_change(config: ImageAugmentConfig, rng: np.random.Generator) -> ImageChange:
+    return ImageChange(
+        resize=rng.uniform(*config.resize),
+        crop=rng.uniform(0.0, 1.0),
+        flip=bool(config.flip and rng.random() < 0.5),
+        rotate=rng.uniform(*config.rotate),
+    )
+
+
+def change_image(image: ImageArray, change: ImageChange, size: tuple[int, int]) -> tuple[ImageArray, Array]:
+    """The (height, width) = `size` image, and the 4×4 map from source pixels to its pixels; zeros where no source is.
+
+    The order and the bicubic and nearest filters are those of the published BEVFusion training.
+    """
+    height, width = size
+    source_height, source_width = image.shape[:2]
+    factor = change.resize * SOURCE_WIDTH / source_width
+    new_width, new_height = max(1, round(source_width * factor)), max(1, round(source_height * factor))
+    left, top = int(change.crop * max(0, new_width - width)), new_height - height
+    picture = _resize_and_crop(Image.fromarray(image), (new_width, new_height), (left, top, left + width, top + height))
+    matrix = np.diag([new_width / source_width, new_height / source_height, 1.0, 1.0])
+    matrix[:2, 3] = -left, -top
+    if change.flip:
+        picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        matrix = _plane([[-1.0, 0.0], [0.0, 1.0]], [width, 0.0]) @ matrix
+    if change.rotate:
+        picture = picture.rotate(change.rotate)
+        matrix = _rotation_about([width / 2, height / 2], np.deg2rad(change.rotate)) @ matrix
+    return np.asarray(picture), matrix
+
+
+def _resize_and_crop(picture: Image.Image, size: tuple[int, int], crop: tuple[int, int, int, int]) -> Image.Image:
+    """Resize to (width, height), then crop; where the crop lies inside, only its part is computed."""
+    left, top, right, bottom = crop
+    if left < 0 or top < 0 or right > size[0] or bottom > size[1]:
+        return picture.resize(size, Image.Resampling.BICUBIC).crop(crop)
+    across, down = picture.width / size[0], picture.height / size[1]
+    box = (left * across, top * down, min(right * across, picture.width), min(bottom * down, picture.height))
+    return picture.resize((right - left, bottom - top), Image.Resampling.BICUBIC, box=box)
+
+
+def _plane(linear: Sequence[Sequence[float]] | Array, shift: Sequence[float] | Array) -> Array:
+    matrix = np.eye(4)
+    matrix[:2, :2], matrix[:2, 3] = linear, shift
+    return matrix
+
+
+def _rotation_about(centre: Sequence[float], angle: float) -> Array:
+    """Counter-clockwise as seen, hence clockwise in pixel coordinates, whose v axis points down."""
+    linear = rotation_z(-angle)[:2, :2]
+    return _plane(linear, np.asarray(centre) - linear @ np.asarray(centre))
+
+
+def augment_images(config: ImageAugmentConfig, size: tuple[int, int], random: bool) -> Transform:
+    """Each image resized, cropped, and in training flipped and rotated on its own."""
+
+    def transform(sample: Sample, rng: np.random.Generator) -> Sample:
+        if sample.images is None:
+            return sample
+        fixed = ImageChange(config.resize_eval)
+        changed = [
+            change_image(image, draw_image_change(config, rng) if random else fixed, size) for image in sample.images
+        ]
+        return dataclasses.replace(
+            sample,
+            images=tuple(image for image, _ in changed),
+            image_aug=np.stack(
+                [matrix @ before for (_, matrix), before in zip(changed, sample.image_aug, strict=True)]
+            ),
+        )
+
+    return transform
+
+
+def draw_space_change(config: SpaceAugmentConfig, rng: np.random.Generator) -> Array:
+    """4×4: p' = F · s · (R p + t) with rotation R about z, translation t, scale s and axis flips F."""
+    rotation = rotation_z(rng.uniform(*config.rotate))
+    translation = rng.normal(0.0, config.translate, size=3)
+    scale = rng.uniform(*config.scale)
+    flips = np.where(rng.random(2) < 0.5, -1.0, 1.0) if config.flip else np.ones(2)
+    matrix = np.eye(4)
+    matrix[:3, :3], matrix[:3, 3] = rotation, translation
+    return np.diag([*(scale * flips), scale, 1.0]) @ matrix
+
+
+def move_space(sample: Sample, matrix: Array) -> Sample:
+    """Points, boxes and velocities carried along by a change of the LiDAR frame, which `lidar_aug` records."""
+    points = sample.points
+    if points is not None:
+        moved = transform_points(matrix, points[:, :3]).astype(np.float32)
+        points = np.concatenate([moved, points[:, 3:]], axis=1)
+    return dataclasses.replace(
+        sample,
+        points=points,
+        boxes=transform_boxes(matrix, sample.boxes),
+        lidar_aug=matrix @ sample.lidar_aug,
+    )
+
+
+def augment_space(config: SpaceAugmentConfig) -> Transform:
+    """A random rotation, translation, scale and flip of the whole scene."""
+    return lambda sample, rng: move_space(sample, draw_space_change(config, rng))
+
+
+def crop_to_range(limits: Sequence[float]) -> Transform:
+    """Keep points inside (x, y, z lower, x, y, z upper), and boxes whose centre is inside it as seen from above."""
+    low, high = np.asarray(limits[:3]), np.asarray(limits[3:])
+
+    def transform(sample: Sample, rng: np.random.Generator) -> Sample:
+        del rng
+        points = sample.points
+        if points is not None:
+            points = points[((points[:, :3] > low) & (points[:, :3] < high)).all(axis=1)]
+        centres = sample.boxes[:, :2]
+        kept = ((centres > low[:2]) & (centres < high[:2])).all(axis=1)
+        return dataclasses.replace(sample, points=points, boxes=sample.boxes[kept], labels=sample.labels[kept])
+
+    return transform
+
+
+def shuffle_points(sample: Sample, rng: np.random.Generator) -> Sample:
+    """Points in random order, so that a full voxel does not always keep the same ones."""
+    if sample.points is None:
+        return sample
+    return dataclasses.replace(sample, points=sample.points[rng.permutation(len(sample.points))])
+
+
+def build_transforms(config: Config, train: bool) -> tuple[Transform, ...]:
+    """What happens to a loaded sample, in order. In evaluation nothing is random."""
+    random = train and config.data.augment
+    steps: list[Transform] = []
+    if config.model.camera is not None:
+        steps.append(augment_images(config.data.image, config.model.camera.image_size, random))
+    if random:
+        steps.append(augment_space(config.data.space))
+    steps.append(crop_to_range(config.model.point_cloud_range))
+    if train:
+        steps.append(shuffle_points)
+    return tuple(steps)
