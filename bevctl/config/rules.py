@@ -123,7 +123,7 @@ def _grids(model: ModelConfig) -> Iterator[Problem]:
     yield from _axes(model)
     if model.lidar:
         yield from _voxels(model.lidar, bounds)
-    if model.camera and model.lidar:
+    if model.camera:
         yield from _same_grid(model.camera, model.lidar, bounds)
 
 
@@ -171,20 +171,20 @@ def _voxels(lidar: LidarConfig, bounds: Sequence[float]) -> Iterator[Problem]:
             yield Problem(key, message, f"Use at least {LIDAR_STRIDE * 3}.")
 
 
-def _same_grid(camera: CameraConfig, lidar: LidarConfig, bounds: Sequence[float]) -> Iterator[Problem]:
-    """Both branches must fill the same bird's-eye-view cells."""
+def _same_grid(camera: CameraConfig, lidar: LidarConfig | None, bounds: Sequence[float]) -> Iterator[Problem]:
+    """The camera's bird's-eye view must span the range and, with a LiDAR, have its cells."""
     for axis, name in enumerate(("xbound", "ybound")):
         low, high, step = getattr(camera.view, name)
-        mine = (low, high, step * camera.view.downsample)
-        theirs = (bounds[axis], bounds[axis + 3], lidar.voxel_size[axis] * LIDAR_STRIDE)
-        if any(abs(a - b) > _WHOLE for a, b in zip(mine, theirs, strict=True)):
+        cell = step * camera.view.downsample
+        wanted = lidar.voxel_size[axis] * LIDAR_STRIDE if lidar else cell
+        range_low, range_high = bounds[axis], bounds[axis + 3]
+        if max(abs(low - range_low), abs(high - range_high), abs(cell - wanted)) > _WHOLE:
             message = (
-                f"The camera's grid in {'xy'[axis]} ({mine[0]:g} to {mine[1]:g} m, cell {mine[2]:g}) "
-                f"is not the LiDAR's ({theirs[0]:g} to {theirs[1]:g} m, cell {theirs[2]:g})."
+                f"The camera's grid in {'xy'[axis]} ({low:g} to {high:g} m, cell {cell:g}) is not that of the range "
+                f"and voxels ({range_low:g} to {range_high:g} m, cell {wanted:g})."
             )
-            yield Problem(
-                f"model.camera.view.{name}", message, "Cell: step × downsample, and 8 × voxel; make them equal."
-            )
+            hint = "Make the bounds those of model.point_cloud_range, and step × downsample equal to 8 × voxel."
+            yield Problem(f"model.camera.view.{name}", message, hint)
 
 
 def _camera(camera: CameraConfig) -> Iterator[Problem]:

@@ -1,0 +1,70 @@
+"""What all tests share: a clean environment, the program in process, and data that lies beside the checkout."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+from bevctl.cli.main import run
+from bevctl.console import Console
+
+# Other work on the machine must not fail a property test.
+settings.register_profile("bevctl", deadline=None)
+settings.load_profile("bevctl")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command line did."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The JSON document on stdout, read strictly."""
+        document: dict[str, Any] = json.loads(self.out, parse_constant=_refuse)
+        return document
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is not JSON")
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No option or colour setting leaks in from the shell that runs the tests."""
+    for name in os.environ:
+        if name.startswith("BEVCTL_") or name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("TERM", "xterm")
+
+
+@pytest.fixture
+def invoke() -> Callable[..., Outcome]:
+    """Runs `bevctl <arguments>` in this process."""
+
+    def call(*arguments: str | Path) -> Outcome:
+        out, err = io.StringIO(), io.StringIO()
+        code = run([str(argument) for argument in arguments], Console(out, err))
+        return Outcome(code, out.getvalue(), err.getvalue())
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of recorded numbers, logs and real data beside the checkout."""
+    folder = Path(__file__).parents[1].parent / "shared"
+    if not folder.is_dir():
+        pytest.skip(f"no recorded data at {folder}")
+    return folder
