@@ -1,0 +1,100 @@
+"""Pictures of evaluated samples, drawn from the files themselves rather than from the network's small images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from bevctl.batch import CAMERAS
+from bevctl.config.schema import Config
+from bevctl.data.index import SampleInfo, locate
+from bevctl.evaluate.boxes import Objects, usable
+from bevctl.evaluate.draw import DrawnMap, draw_sample
+from bevctl.evaluate.draw_camera import DrawnBoxes, View
+from bevctl.evaluate.run import Evaluation, SampleResult
+from bevctl.files import atomic_path
+from bevctl.geometry import invert_rigid
+
+MIN_SCORE = 0.2
+"""Predictions below this are not drawn."""
+
+
+def spread(samples: Sequence[SampleInfo], count: int) -> list[SampleInfo]:
+    """`count` samples evenly spread over the set, the first one included."""
+    places = np.linspace(0, len(samples), min(count, len(samples)), endpoint=False)
+    return [samples[int(place)] for place in places]
+
+
+def write_pictures(
+    folder: Path, evaluation: Evaluation, samples: Sequence[SampleInfo], config: Config, min_score: float = MIN_SCORE
+) -> Iterator[Path]:
+    """Write `<folder>/<token>.png` for each of `samples` that was evaluated; yields the paths as they are made.
+
+    Maps are drawn where `evaluate_model` was told to keep them.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for sample in samples:
+        result = evaluation.results.get(sample.token)
+        if result is None:
+            continue
+        path = folder / f"{sample.token}.png"
+        with atomic_path(path) as temporary:
+            draw_result(sample, result, config, min_score).save(temporary, format="PNG")
+        yield path
+
+
+def draw_result(sample: SampleInfo, result: SampleResult, config: Config, min_score: float = MIN_SCORE) -> Image.Image:
+    """The picture of one sample: its files, what the model said and what is annotated."""
+    predictions = _predictions(result.objects, config.data.classes, min_score)
+    truth = _annotations(sample, config.data.classes)
+    bev_map = None
+    if result.bev_map is not None:
+        bev_map = DrawnMap(config.data.map_classes, result.bev_map, result.true_map)
+    said = f"{len(predictions)} predictions with a score from {min_score:g}"
+    return draw_sample(
+        f"sample {sample.token}  ·  {said}  ·  {len(truth)} annotated boxes",
+        dict(_views(sample, Path(config.data.root))),
+        _points(sample, Path(config.data.root)),
+        predictions,
+        truth,
+        reach=max(abs(bound) for bound in (*config.model.point_cloud_range[:2], *config.model.point_cloud_range[3:5])),
+        bev_map=bev_map,
+    )
+
+
+def _predictions(objects: Objects | None, classes: Sequence[str], min_score: float) -> DrawnBoxes:
+    if objects is None:
+        return DrawnBoxes(np.zeros((0, 9)), (), np.zeros(0))
+    kept = np.flatnonzero(usable(objects) & (objects.scores >= min_score))
+    names = tuple(classes[label] for label in objects.labels[kept])
+    return DrawnBoxes(objects.boxes[kept], names, objects.scores[kept])
+
+
+def _annotations(sample: SampleInfo, classes: Sequence[str]) -> DrawnBoxes:
+    """Annotated boxes that a sensor's point lies on, of the network's classes."""
+    if sample.boxes is None:
+        return DrawnBoxes(np.zeros((0, 9)), ())
+    kept = [i for i, name in enumerate(sample.names) if name in classes and sample.valid[i]]
+    return DrawnBoxes(sample.boxes[kept], tuple(sample.names[i] for i in kept))
+
+
+def _views(sample: SampleInfo, root: Path) -> Iterator[tuple[str, View]]:
+    for name in CAMERAS:
+        camera = sample.cameras.get(name)
+        path = None if camera is None else locate(root, camera.path, name)
+        if camera is not None and path is not None:
+            with Image.open(path) as file:
+                image = file.convert("RGB")
+            yield name, View(image, camera.intrinsics, invert_rigid(camera.camera2lidar))
+
+
+def _points(sample: SampleInfo, root: Path) -> NDArray[np.float32]:
+    """(P, 5) points of the keyframe; none where the file is missing."""
+    path = locate(root, sample.lidar_path, "LIDAR_TOP")
+    values = np.zeros(0, np.float32) if path is None else np.fromfile(path, dtype=np.float32)
+    points: NDArray[np.float32] = values[: len(values) // 5 * 5].reshape(-1, 5)
+    return points[np.isfinite(points).all(axis=1)]
