@@ -1,0 +1,214 @@
+"""`bevctl train`: starts a training run, or continues one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bevctl.cli.options import ConfigCommand, ConfigRequest, config_option, config_options, json_option
+from bevctl.console import Console
+from bevctl.errors import BevctlError, ExitCode
+
+if TYPE_CHECKING:
+    from bevctl.config.schema import Config
+    from bevctl.engine.launch import Cluster
+    from bevctl.engine.run import RunOptions
+
+_WORDS = "bevctl.cli.train.words"
+
+
+class LossScale(click.ParamType):
+    """`dynamic` or a number above 0."""
+
+    name = "dynamic|N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | str:
+        if value == "dynamic":
+            return "dynamic"
+        try:
+            number = float(value)
+        except ValueError:
+            number = 0.0
+        if not number > 0:
+            self.fail(f"{value!r} is neither dynamic nor a number above 0.", param, ctx)
+        return number
+
+
+class TrainCommand(ConfigCommand):
+    """Remembers its own words, for the processes that run the same command again."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[_WORDS] = list(args)
+        return super().parse_args(ctx, args)
+
+
+@click.command("train", cls=TrainCommand)
+@config_options
+@config_option("--fp16", key="precision.dtype", flag_value="fp16", help="Mixed precision in FP16 with a loss scale.")
+@config_option("--bf16", key="precision.dtype", flag_value="bf16", help="Mixed precision in BF16.")
+@config_option("--fp32", key="precision.dtype", flag_value="fp32", help="Single precision.")
+@config_option(
+    "--precision",
+    key="precision.dtype",
+    type=click.Choice(["auto", "fp16", "bf16", "fp32"]),
+    help="The same by name; auto: BF16 from capability 8.0, FP16 on 7.x, FP32 on a CPU.",
+)
+@config_option("--loss-scale", key="precision.loss_scale", type=LossScale(), help="Loss scale of FP16.")
+@config_option("--batch", key="train.batch", type=int, metavar="N", help="Samples per GPU and step.")
+@config_option("--accumulate", key="train.accumulate", type=int, metavar="N", help="Batches per optimizer step.")
+@config_option("--workers", key="train.workers", type=int, metavar="N", help="Loading processes per GPU.")
+@click.option("--lr", type=float, help="Peak learning rate; switches the config's scaling rule off.")
+@click.option(
+    "--lr-scaling",
+    type=click.Choice(["none", "linear", "sqrt"]),
+    help="Rule from optim.base_lr to the global batch; default: none.",
+)
+@config_option("--warmup", key="optim.warmup", type=int, metavar="N", help="Iterations of linear warm-up.")
+@click.option("--epochs", type=int, metavar="N", help="Epochs to train.")
+@click.option("--max-iters", type=click.IntRange(0), metavar="N", help="Stop at iteration N; the schedule stays.")
+@config_option("--grad-clip", key="optim.clip", type=float, metavar="NORM", help="Largest gradient norm.")
+@click.option("--grad-checkpoint", is_flag=True, help="Recompute activations instead of keeping them: less memory.")
+@click.option("--resume", metavar="CKPT|auto", help="Continue from a checkpoint; auto: the newest, if there is one.")
+@click.option("--load-from", metavar="CKPT", help="Take the weights of a checkpoint and start at iteration 0.")
+@click.option("--gpus", type=click.IntRange(1), metavar="N", help="GPUs of this machine to use; default: 1.")
+@click.option("--nnodes", type=click.IntRange(1), default=1, metavar="N", help="Machines; default: 1.")
+@click.option("--rdzv-endpoint", metavar="HOST:PORT", help="Where the machines meet.")
+@config_option("--work-dir", key="work_dir", metavar="DIR", help="Folder of the run; default: runs/<config name>.")
+@config_option("--seed", key="seed", type=int, metavar="N", help="Seed of weights, order and augmentation.")
+@config_option("--deterministic", key="train.deterministic", is_flag=True, help="Deterministic algorithms; slower.")
+@click.option("-n", "--dry-run", is_flag=True, help="Show config, memory, steps and finish time; train nothing.")
+@click.option("--detach", is_flag=True, help="Train in the background, writing to console.log in the work_dir.")
+@json_option
+@click.pass_obj
+def command(
+    console: Console,
+    request: ConfigRequest,
+    lr: float | None,
+    lr_scaling: str | None,
+    epochs: int | None,
+    max_iters: int | None,
+    grad_checkpoint: bool,
+    resume: str | None,
+    load_from: str | None,
+    gpus: int | None,
+    nnodes: int,
+    rdzv_endpoint: str | None,
+    dry_run: bool,
+    detach: bool,
+) -> int:
+    """Train the model of CONFIG, or continue a run with --resume.
+
+    A run is a folder: log.txt, log.jsonl, events.jsonl, run.json, config.yaml, epoch_N.pth, latest. SIGTERM or Ctrl-C
+    writes a checkpoint and ends with exit code 6; --resume auto continues it.
+    """
+    from bevctl.engine.launch import Cluster
+    from bevctl.engine.run import RunOptions
+    from bevctl.engine.workdir import resumed_config
+    from bevctl.models.build import CHECKPOINTED_PARTS
+
+    if resume is not None and load_from is not None:
+        raise BevctlError("--resume and --load-from contradict each other.", "Resuming takes the weights as well.")
+    options = _learning_rate(lr, lr_scaling)
+    if epochs is not None:
+        options |= {"train.epochs": epochs, "train.schedule_iters": None}
+    if grad_checkpoint:
+        options["model.checkpointing"] = list(CHECKPOINTED_PARTS)
+    work_dir = str(request.given["work_dir"].value) if "work_dir" in request.given else None
+    config = request.load(options, lambda: resumed_config(resume, work_dir)).config
+    run = RunOptions(resume, load_from, max_iters)
+    cluster = Cluster(gpus or 1, nnodes, rdzv_endpoint)
+    if dry_run:
+        return _preview(config, run, console)
+    if detach:
+        return _detach(config, run, console)
+    return _start(config, run, cluster, console)
+
+
+def _learning_rate(lr: float | None, rule: str | None) -> dict[str, Any]:
+    if lr is not None and rule not in (None, "none"):
+        raise BevctlError(
+            f"--lr {lr:g} and --lr-scaling {rule} contradict each other: the rule computes the learning rate.",
+            "Give one of them; the rule starts from optim.base_lr.",
+        )
+    if lr is not None:
+        return {"optim.lr": lr, "optim.lr_scaling": "none"}
+    return {"optim.lr_scaling": rule} if rule is not None else {}
+
+
+def _start(config: Config, run: RunOptions, cluster: Cluster, console: Console) -> int:
+    """Trains in this process, or in one process a GPU."""
+    from bevctl.engine.dist import world_from_environment
+    from bevctl.engine.launch import check_cluster, launch, leave_outcome
+    from bevctl.engine.run import train
+
+    world = world_from_environment()
+    if world.size == 1 and "RANK" not in os.environ and (cluster.gpus > 1 or cluster.nnodes > 1):
+        check_cluster(cluster, config.device)
+        return launch(_same_command(console), cluster)
+    try:
+        result = train(config, run, world, console)
+    except BevctlError as error:
+        if not leave_outcome(os.environ, error.code, error.message, error.hint):
+            raise
+        return error.code
+    leave_outcome(os.environ, result.code)
+    if world.is_main:
+        if result.code == ExitCode.PREEMPTED:
+            console.info(f"Checkpoint written: {result.checkpoint}. Continue with --resume auto.")
+        status = "preempted" if result.code == ExitCode.PREEMPTED else "ok"
+        body = {"work_dir": result.work_dir, "iter": result.iteration, "checkpoint": result.checkpoint}
+        console.document("train", body, status)
+    return result.code
+
+
+def _same_command(console: Console) -> list[str]:
+    """The command line of this command, without what would start processes again."""
+    words = click.get_current_context().meta[_WORDS]
+    return [*(["--quiet"] if console.quiet else []), "train", *(word for word in words if word != "--detach")]
+
+
+def _preview(config: Config, run: RunOptions, console: Console) -> int:
+    from bevctl.config.load import to_dict, to_yaml
+    from bevctl.engine.dist import World, select_device
+    from bevctl.engine.preview import preview
+    from bevctl.engine.run import build_parts
+    from bevctl.engine.workdir import work_dir_of
+
+    parts = build_parts(config, World(), select_device(config.device))
+    work_dir = work_dir_of(config)
+    planned = preview(parts, work_dir, run.max_iters)
+    console.result(to_yaml(config).rstrip())
+    for line in (*parts.notes, *planned.sentences(), f"Folder of the run: {work_dir}"):
+        console.result(line)
+    numbers = {**vars(planned), "duration_s": planned.duration_s}
+    console.document("train", {"dry_run": True, "config": to_dict(config), "work_dir": work_dir, **numbers})
+    return ExitCode.OK
+
+
+def _detach(config: Config, run: RunOptions, console: Console) -> int:
+    """Starts the same command in a session of its own, so that it survives this terminal."""
+    from bevctl.engine.workdir import CONSOLE_LOG, check_unused, work_dir_of
+
+    work_dir = work_dir_of(config)
+    check_unused(work_dir, run.resume)
+    work_dir.mkdir(parents=True, exist_ok=True)
+    log = work_dir / CONSOLE_LOG
+    environment = {name: value for name, value in os.environ.items() if name != "BEVCTL_TRAIN_DETACH"}
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bevctl", *_same_command(console)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    console.result(f"Training in the background as process {process.pid}.")
+    console.result(f"Follow it: tail -f {log}\nStop it with a checkpoint: kill {process.pid}")
+    console.document("train", {"pid": process.pid, "work_dir": work_dir, "console_log": Path(log)}, "started")
+    return ExitCode.OK

@@ -1,0 +1,246 @@
+"""Checkpoint files: writing them all or nothing, keeping the right ones, and loading weights from anybody's.
+
+A checkpoint is a dict that torch.load(weights_only=True) reads: `state_dict`, `optimizer`, `meta` (epoch, iter,
+version, config, setting, skipped_steps), `scaler`, `ema`, `rng` (one entry a rank), `data` (epoch, batch). The file's
+zip records carry CRC-32 checksums, which `read_checkpoint` verifies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bevctl.engine.unpickle import read_pickle
+from bevctl.errors import BevctlError, ExitCode
+from bevctl.files import atomic_path
+from bevctl.models.layouts import legacy_boxes_to_ours, match_bias_tables, to_ours
+
+FORMAT = "bevctl"
+_GEOMETRY = ("dx", "bx", "nx", "frustum")
+"""Entries that follow from the config; other projects store them as frozen parameters."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint as read: tensors on the CPU."""
+
+    path: Path
+    content: dict[str, Any]
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        meta = self.content.get("meta")
+        return dict(meta) if isinstance(meta, Mapping) else {}
+
+    @property
+    def origin(self) -> str:
+        """Who wrote it: bevctl, mmengine, mmcv, or weights for a bare state dict."""
+        if self.meta.get("format") == FORMAT:
+            return "bevctl"
+        if "mmengine_version" in self.meta or "message_hub" in self.content:
+            return "mmengine"
+        return "mmcv" if self.meta else "weights"
+
+    @property
+    def state_dict(self) -> dict[str, Tensor]:
+        """The model's entries under the names of the file."""
+        for key in ("state_dict", "model"):
+            if isinstance(self.content.get(key), Mapping):
+                return _tensors(self.content[key])
+        return _tensors(self.content)
+
+    @property
+    def epoch(self) -> int | None:
+        """Completed epochs."""
+        return _count(self.meta.get("epoch"))
+
+    @property
+    def iteration(self) -> int | None:
+        return _count(self.meta.get("iter"))
+
+
+def _tensors(entries: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {key: value for key, value in entries.items() if isinstance(value, Tensor)}
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Reads a checkpoint of any known origin without executing anything in it.
+
+    Raises:
+        BevctlError: the file cannot be read, is damaged, or holds no weights.
+    """
+    content = read_pickle(path)
+    if not isinstance(content, Mapping) or not Checkpoint(path, dict(content)).state_dict:
+        raise BevctlError(f"{path} holds no model weights.", "Give a checkpoint with a state_dict.")
+    return Checkpoint(path, dict(content))
+
+
+def write_checkpoint(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a checkpoint beside `path` and renames it: a crash or a full disk leaves what was there.
+
+    Raises:
+        BevctlError: the disk is full or refuses (exit code 4).
+    """
+    try:
+        with atomic_path(path) as temporary:
+            torch.save(_on_cpu(content), temporary)
+    except (OSError, RuntimeError) as error:  # torch's writer turns a failed write into RuntimeError
+        free = shutil.disk_usage(path.parent).free / 1e9
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error).split("\n")[0]
+        raise BevctlError(
+            f"Cannot write {path}: {reason} ({free:.1f} GB free on that disk). Earlier checkpoints are untouched.",
+            "Free some space, lower train.keep or choose another --work-dir, then continue with --resume auto.",
+            ExitCode.RUN_FAILED,
+        ) from error
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if isinstance(value, Mapping):
+        return {key: _on_cpu(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_on_cpu(item) for item in value)
+    return value
+
+
+@dataclass
+class Shelf:
+    """The checkpoints that a run wrote: the newest `keep` of them, and `latest`."""
+
+    work_dir: Path
+    keep: int
+    written: list[str] = field(default_factory=list)
+    """File names, oldest first. Only these are ever deleted: a user's own file in the folder stays."""
+
+    def put(self, name: str, content: Mapping[str, Any]) -> Path:
+        """Writes a checkpoint, points `latest` at it and deletes what is older than the newest `keep`."""
+        path = self.work_dir / name
+        write_checkpoint(path, content)
+        _point(self.work_dir / "latest", name)
+        self.written = [other for other in self.written if other != name] + [name]
+        for old in self.written[: -self.keep]:
+            (self.work_dir / old).unlink(missing_ok=True)
+        self.written = self.written[-self.keep :]
+        return path
+
+    def duplicate(self, name: str, other: str) -> None:
+        """Makes `other` a second name of the file `name`; it stays when `name` is deleted."""
+        with atomic_path(self.work_dir / other) as temporary:
+            try:
+                os.link(self.work_dir / name, temporary)
+            except OSError:
+                shutil.copyfile(self.work_dir / name, temporary)
+
+
+def _point(link: Path, name: str) -> None:
+    temporary = link.with_name(f".{link.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(name)
+    os.replace(temporary, link)
+
+
+def newest_checkpoints(work_dir: Path) -> list[Path]:
+    """Checkpoints below `work_dir` that a resume may take, best choice first: `latest`, then by age."""
+    found = sorted(work_dir.glob("*_*.pth"), key=lambda p: p.stat().st_mtime, reverse=True)
+    with contextlib.suppress(OSError):
+        latest = (work_dir / "latest").resolve(strict=True)
+        found = [latest] + [path for path in found if path.resolve() != latest]
+    return found
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What became of each entry when weights were loaded."""
+
+    layout: str
+    loaded: int
+    missing: list[str]
+    """Entries of the model that the file lacks: they keep their initial values."""
+    unexpected: list[str]
+    """Entries of the file that the model has no place for."""
+    mismatched: list[str]
+    """Entries of both whose shape differs: not loaded."""
+    notes: list[str]
+
+    def sentences(self) -> list[str]:
+        lines = [f"Loaded {self.loaded} entries ({self.layout} layout)"]
+        for kind in ("missing", "unexpected", "mismatched"):
+            names: list[str] = getattr(self, kind)
+            if names:
+                lines.append(f"{len(names)} {kind}: {_by_prefix(names)}")
+        return lines + self.notes
+
+
+def _by_prefix(names: Iterable[str]) -> str:
+    counts = Counter(".".join(name.split(".")[:3]) for name in names)
+    return ", ".join(f"{prefix} ({count})" for prefix, count in counts.most_common(8))
+
+
+def load_weights(model: nn.Module, path: Path) -> LoadReport:
+    """Loads the weights of a checkpoint of any known layout into `model`, entry by entry where name and shape agree.
+
+    Raises:
+        BevctlError: the file is unreadable, or not one entry fits.
+    """
+    return load_state(model, read_checkpoint(path))
+
+
+def load_state(model: nn.Module, checkpoint: Checkpoint) -> LoadReport:
+    """`load_weights` for a checkpoint that was read already."""
+    ours = model.state_dict()
+    converted, layout, notes = _convert(checkpoint)
+    converted = match_bias_tables(converted, ours)
+    geometry = {key for key in ours if key.rpartition(".")[2] in _GEOMETRY}
+    fitting = {k: v for k, v in converted.items() if k in ours and v.shape == ours[k].shape and k not in geometry}
+    if not fitting:
+        raise BevctlError(
+            f"Not one of the {len(converted)} entries of {checkpoint.path} fits this model (layout: {layout}).",
+            f"The file has {_by_prefix(converted)}; the model has {_by_prefix(ours)}. Choose the matching CONFIG.",
+        )
+    model.load_state_dict(fitting, strict=False)
+    differs = [k for k in sorted(geometry & converted.keys()) if not _same_geometry(converted[k], ours[k])]
+    if differs:
+        notes.append(f"Geometry follows this config, not the file, which has another: {', '.join(differs)}")
+    return LoadReport(
+        layout="bevctl" if checkpoint.origin == "bevctl" else layout,
+        loaded=len(fitting),
+        missing=[key for key in ours if key not in converted and key not in geometry],
+        unexpected=[key for key in converted if key not in ours],
+        mismatched=[key for key in converted if key in ours and key not in fitting and key not in geometry],
+        notes=notes,
+    )
+
+
+def _convert(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], str, list[str]]:
+    if checkpoint.origin == "bevctl":
+        return checkpoint.state_dict, "bevctl", []
+    converted, layout = to_ours(checkpoint.state_dict)
+    notes = []
+    if layout == "mit" and any(key.startswith("heads.object.prediction_heads.") for key in converted):
+        converted = legacy_boxes_to_ours(converted)
+        notes.append("Detection head converted from mit-bevfusion's boxes (w, l, h, -yaw - pi/2) to (l, w, h, yaw)")
+    return converted, layout, notes
+
+
+def _same_geometry(theirs: Tensor, ours: Tensor) -> bool:
+    return theirs.shape == ours.shape and torch.allclose(theirs.double(), ours.cpu().double(), atol=1e-4)
+
+
+def convert_like_weights(checkpoint: Checkpoint, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`values`, one tensor a parameter under the file's names, renamed and reordered as the file's weights are."""
+    stand_in = Checkpoint(checkpoint.path, {"meta": checkpoint.meta, "state_dict": dict(values)})
+    return _convert(stand_in)[0]

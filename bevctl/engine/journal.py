@@ -1,0 +1,146 @@
+"""What a run tells and keeps while it trains: records, console lines, checkpoints, evaluation, the best epoch."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bevctl.console import Console, strict_json
+from bevctl.engine.checkpoint import Shelf
+from bevctl.engine.dist import World, on_main
+from bevctl.engine.guard import nonfinite_terms
+from bevctl.engine.precision import MatmulCounter, Precision, precision_sentence
+from bevctl.engine.recorder import StepOutcome
+from bevctl.engine.resume import TrainState, snapshot
+from bevctl.files import atomic_write_text
+from bevctl.runs.records import EventRecord
+from bevctl.runs.writer import RunWriter
+
+Evaluate = Callable[[], tuple[dict[str, float], dict[str, Any]]]
+"""Metrics by name, and the document to keep; every rank calls it."""
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """When something is kept beside every epoch's checkpoint."""
+
+    eval_interval: int
+    best: str
+    """Metric of the best checkpoint; empty: NDS, else mIoU."""
+    max_iters: int | None
+
+
+class RunJournal:
+    """The journal of one process; only rank 0 has a `writer` and speaks of what all ranks share."""
+
+    def __init__(
+        self,
+        console: Console,
+        world: World,
+        writer: RunWriter | None,
+        shelf: Shelf,
+        state: TrainState,
+        precision: Precision,
+        iters_per_epoch: int,
+        cadence: Cadence,
+        meta: Mapping[str, Any],
+        evaluate: Evaluate,
+    ) -> None:
+        self.console = console
+        self.world = world
+        self.writer = writer
+        self.shelf = shelf
+        self.state = state
+        self.precision = precision
+        self.iters_per_epoch = iters_per_epoch
+        self.cadence = cadence
+        self.meta = meta
+        self.evaluate = evaluate
+        self.last_checkpoint: Path | None = None
+
+    def event(self, kind: str, message: str, **data: Any) -> None:
+        """Notes something that happened once, in the files and on the console."""
+        if self.writer is not None:
+            self.writer.event(EventRecord(kind, message, time.time(), data=data))
+            self.console.info(message)
+
+    def step(self, outcome: StepOutcome) -> None:
+        if self.writer is None:
+            return
+        record = outcome.record
+        inner = (record.iter - 1) % self.iters_per_epoch + 1
+        line = self.writer.step(record, inner, self.iters_per_epoch)
+        if line is not None:
+            self.console.info(line.replace("\t", "  "))
+        if outcome.skipped:
+            message = (
+                f"Iteration {record.iter} skipped: gradients not finite at loss scale {record.loss_scale:.10g}; "
+                f"{nonfinite_terms(outcome)}"
+            )
+            data = {"tokens": list(outcome.tokens), "loss_scale": record.loss_scale}
+            self.writer.event(EventRecord("skipped_step", message, time.time(), record.iter, record.epoch, data))
+
+    def measured(self, counter: MatmulCounter) -> None:
+        scale = self.state.scaler.value.item()
+        share = counter.share(self.precision.dtype)
+        self.event("precision", precision_sentence(self.precision, counter, scale), share=share, loss_scale=scale)
+
+    def problems(self, sentences: list[str]) -> None:
+        for sentence in sentences:
+            self.console.warn(sentence)
+            if self.writer is not None:
+                self.writer.event(EventRecord("bad_sample", sentence, time.time()))
+
+    def save(self, iteration: int, skipped_steps: int) -> None:
+        """Writes epoch_N.pth at the end of an epoch, else iter_N.pth; at the end of --max-iters both."""
+        content = snapshot(self.state, self.world, iteration, skipped_steps, self.meta)
+        on_main(self.world, lambda: self._write(content, iteration))
+
+    def _write(self, content: Mapping[str, Any], iteration: int) -> None:
+        epoch, inner = divmod(iteration, self.iters_per_epoch)
+        by_iteration = f"iter_{iteration}.pth"
+        name = by_iteration if inner or not epoch else f"epoch_{epoch}.pth"
+        started = time.monotonic()
+        self.last_checkpoint = self.shelf.put(name, content)
+        if iteration == self.cadence.max_iters and name != by_iteration:
+            self.shelf.duplicate(name, by_iteration)
+        if self.writer is not None:
+            self.writer.update(checkpoints=self.shelf.written, iter=iteration, epoch=epoch)
+        seconds = time.monotonic() - started
+        self.event("checkpoint", f"Saved {self.last_checkpoint} in {seconds:.1f} s", iteration=iteration, epoch=epoch)
+
+    def epoch_done(self, epoch: int) -> None:
+        """Evaluates when it is due, and marks the best checkpoint."""
+        if not self.cadence.eval_interval or epoch % self.cadence.eval_interval:
+            return
+        metrics, document = self.evaluate()
+        on_main(self.world, lambda: self._keep_evaluation(epoch, metrics, document))
+
+    def _keep_evaluation(self, epoch: int, metrics: dict[str, float], document: dict[str, Any]) -> None:
+        if self.writer is None:
+            return
+        path = self.writer.work_dir / "eval" / f"epoch_{epoch}.json"
+        atomic_write_text(path, json.dumps(strict_json({**document, "epoch": epoch}), indent=2) + "\n")
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        self.event(
+            "evaluation", f"Epoch {epoch} evaluated: {shown or 'nothing to score'}", metrics=metrics, epoch=epoch
+        )
+        self._mark_best(epoch, metrics)
+
+    def _mark_best(self, epoch: int, metrics: Mapping[str, float]) -> None:
+        assert self.writer is not None
+        name = self.cadence.best or ("NDS" if "NDS" in metrics else "mIoU")
+        if name not in metrics:
+            if self.cadence.best:
+                self.console.warn(f"train.best is {name}, which this evaluation does not give: {', '.join(metrics)}")
+            return
+        best = self.writer.document.get("best")
+        if best and best["metric"] == name and best["value"] >= metrics[name]:
+            return
+        self.shelf.duplicate(f"epoch_{epoch}.pth", "best.pth")
+        self.writer.update(best={"metric": name, "value": metrics[name], "epoch": epoch})
+        self.event("best", f"Best {name} so far, {metrics[name]:.4f}, kept as best.pth", epoch=epoch)

@@ -1,0 +1,360 @@
+"""One training run from its config to its exit code: builds the parts, hands them to the Trainer, keeps run.json."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import bevctl
+from bevctl.batch import Batch
+from bevctl.config.load import to_dict, to_yaml
+from bevctl.config.schema import Config
+from bevctl.console import Console
+from bevctl.data.loader import make_loader
+from bevctl.data.nuscenes import NuScenesDataset
+from bevctl.engine.checkpoint import FORMAT, Checkpoint, Shelf, load_state, read_checkpoint
+from bevctl.engine.dist import World, broadcast_buffers, on_main, process_group, select_device
+from bevctl.engine.ema import WeightAverage
+from bevctl.engine.journal import Cadence, RunJournal
+from bevctl.engine.optim import build_optimizer, unmatched_groups
+from bevctl.engine.precision import Precision, keep_fp32, resolve_precision
+from bevctl.engine.recorder import Recorder
+from bevctl.engine.resume import Resumed, Setting, TrainState, restore
+from bevctl.engine.scaler import LossScaler
+from bevctl.engine.schedule import Schedule, peak_lr
+from bevctl.engine.signals import StopRequest
+from bevctl.engine.trainer import Plan, Trainer
+from bevctl.engine.workdir import check_unused, find_checkpoint, read_resume, work_dir_of
+from bevctl.errors import BevctlError, ExitCode
+from bevctl.evaluate.run import evaluate_model
+from bevctl.files import atomic_write_text
+from bevctl.models.build import build_model
+from bevctl.runs.writer import RunWriter, read_run
+
+_STATUS = {ExitCode.OK: "finished", ExitCode.PREEMPTED: "preempted", ExitCode.NONFINITE: "nonfinite"}
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What a run is told besides its config."""
+
+    resume: str | None = None
+    """Checkpoint to continue from, by path or name, or "auto"."""
+    load_from: str | None = None
+    """Checkpoint whose weights alone are taken."""
+    max_iters: int | None = None
+    """Iteration to stop at; the schedule does not know of it."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended."""
+
+    code: ExitCode
+    work_dir: Path
+    iteration: int
+    checkpoint: Path | None
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of, before any checkpoint is read."""
+
+    config: Config
+    world: World
+    device: torch.device
+    precision: Precision
+    dataset: NuScenesDataset
+    state: TrainState
+    schedule: Schedule
+    notes: list[str]
+
+    def loader(self, epoch: int, start_batch: int) -> Iterable[Batch]:
+        return training_loader(self.config, self.dataset, self.world, epoch, start_batch, self.device.type == "cuda")
+
+
+def training_loader(
+    config: Config, dataset: NuScenesDataset, world: World, epoch: int, start_batch: int, pin: bool
+) -> Any:
+    return make_loader(
+        dataset,
+        batch=config.train.batch,
+        workers=config.train.workers,
+        epoch=epoch,
+        seed=config.seed,
+        rank=world.rank,
+        world=world.size,
+        start_batch=start_batch,
+        shuffle=True,
+        drop_last=True,
+        pin=pin,
+    )
+
+
+def build_parts(config: Config, world: World, device: torch.device) -> Parts:
+    """Data, model and optimizer of a run, with equal weights and different random streams on every rank.
+
+    Raises:
+        BevctlError: the data is missing, the GPU cannot do the precision, a pattern matches nothing.
+    """
+    precision = resolve_precision(config.precision.dtype, device)
+    dataset = NuScenesDataset(config, "train")
+    batches = len(training_loader(config, dataset, world, 0, 0, pin=False))
+    iters_per_epoch = batches // config.train.accumulate
+    if iters_per_epoch == 0:
+        raise BevctlError(
+            f"An epoch has {batches} batches a GPU, fewer than train.accumulate = {config.train.accumulate}.",
+            "Lower --accumulate or --batch.",
+        )
+    torch.manual_seed(config.seed)
+    model = build_model(config)
+    kept = keep_fp32(model, config.precision.fp32_modules, device.type)
+    if config.train.sync_bn and world.size > 1 and device.type == "cuda":
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model.to(device)
+    torch.manual_seed(config.seed + 1000 * world.rank)
+    lr, lr_sentence = peak_lr(config.optim, config.train.batch * world.size * config.train.accumulate)
+    total = config.train.schedule_iters or config.train.epochs * iters_per_epoch
+    state = TrainState(
+        model=model,
+        optimizer=build_optimizer(model, config.optim, lr),
+        scaler=LossScaler(config.precision, precision.is_half, device),
+        average=WeightAverage(model, config.train.ema) if config.train.ema else None,
+        setting=Setting(
+            precision.name, config.train.batch, world.size, config.train.accumulate, iters_per_epoch, config.seed
+        ),
+        half=precision.is_half,
+    )
+    notes = [f"{_device_name(device)}, {precision.name.upper()}, {lr_sentence}"]
+    notes += [f"optim.groups: no parameter's name contains {p!r}" for p in unmatched_groups(model, config.optim)]
+    notes += [f"Kept in FP32: {', '.join(kept)}"] if kept and precision.name != "fp32" else []
+    notes += [*_visible_gpus(world, device), *dataset.notes]
+    return Parts(config, world, device, precision, dataset, state, Schedule(config.optim, total), notes)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def _visible_gpus(world: World, device: torch.device) -> list[str]:
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    return [f"Using 1 of {count} visible GPUs; --gpus {count} uses all"] if world.size == 1 and count > 1 else []
+
+
+def train(config: Config, options: RunOptions, world: World, console: Console) -> RunResult:
+    """Trains as `config` says; every rank calls it.
+
+    Raises:
+        BevctlError: see `Trainer.fit`; also anything wrong with data, checkpoint, device or work_dir.
+    """
+    device = select_device(config.device, world)
+    work_dir = work_dir_of(config)
+    with StopRequest() as stop, process_group(world, device), _determinism(config.train.deterministic):
+        on_main(world, lambda: check_unused(work_dir, options.resume))
+        checkpoint = read_resume(options.resume, work_dir, console.info if world.is_main else console.detail)
+        parts = build_parts(config, world, device)
+        resumed = _start_state(parts, checkpoint, options.load_from)
+        return _train(parts, options, work_dir, resumed, console, stop)
+
+
+def _start_state(parts: Parts, checkpoint: Checkpoint | None, load_from: str | None) -> Resumed:
+    if checkpoint is not None:
+        return restore(parts.state, checkpoint, parts.world)
+    if load_from is None:
+        return Resumed()
+    source = read_checkpoint(find_checkpoint(load_from, work_dir_of(parts.config)))
+    report = load_state(parts.state.model, source)
+    if parts.state.average is not None:
+        parts.state.average.load_state_dict(parts.state.model.state_dict())
+    return Resumed(notes=[f"Weights from {source.path}, training starts at iteration 0", *report.sentences()])
+
+
+def _train(
+    parts: Parts, options: RunOptions, work_dir: Path, resumed: Resumed, console: Console, stop: StopRequest
+) -> RunResult:
+    config, world = parts.config, parts.world
+    iters_per_epoch = parts.state.setting.iters_per_epoch
+    total = parts.schedule.total
+    plan = Plan(
+        iters_per_epoch=iters_per_epoch,
+        stop_at=total if options.max_iters is None else min(options.max_iters, total),
+        accumulate=config.train.accumulate,
+        clip=config.optim.clip,
+        checkpoint_interval=config.train.checkpoint_interval,
+        max_bad_samples=config.data.max_bad_samples,
+    )
+    with _open_writer(parts, options, work_dir, resumed) as writer:
+        journal = RunJournal(
+            console=console,
+            world=world,
+            writer=writer,
+            shelf=Shelf(work_dir, config.train.keep, list(read_run(work_dir)["checkpoints"])),
+            state=parts.state,
+            precision=parts.precision,
+            iters_per_epoch=iters_per_epoch,
+            cadence=Cadence(config.train.eval_interval, config.train.best, options.max_iters),
+            meta={"format": FORMAT, "version": bevctl.__version__, "config": to_dict(config), "time": time.time()},
+            evaluate=lambda: _evaluate(parts, console),
+        )
+        for kind, notes in (("start", parts.notes), ("resume", resumed.notes)):
+            for note in notes:
+                journal.event(kind, note)
+        if options.resume is not None and resumed.iteration >= plan.stop_at:
+            journal.event("end", f"Nothing left to train: iteration {resumed.iteration} of {plan.stop_at} is done")
+            return RunResult(ExitCode.OK, work_dir, resumed.iteration, None)
+        trainer = Trainer(
+            state=parts.state,
+            network=_distributed(parts),
+            schedule=parts.schedule,
+            precision=parts.precision,
+            plan=plan,
+            world=world,
+            device=parts.device,
+            loader_for=parts.loader,
+            recorder=Recorder(world, parts.device, _global_batch(parts), total, resumed.skipped_steps),
+            journal=journal,
+            stop=stop,
+            iteration=resumed.iteration,
+        )
+        code = _fit(trainer, journal)
+        return RunResult(code, work_dir, trainer.iteration, journal.last_checkpoint)
+
+
+def _fit(trainer: Trainer, journal: RunJournal) -> ExitCode:
+    """Trains, and leaves in run.json and events.jsonl how it ended, whatever happens."""
+    status, message = "failed", "The run failed"
+    try:
+        code = trainer.fit()
+        status = _STATUS[code]
+        message = f"Stopped by {trainer.stop.name}" if code == ExitCode.PREEMPTED else "Finished"
+        return code
+    except torch.cuda.OutOfMemoryError as error:
+        message = f"GPU memory ran out in iteration {trainer.iteration + 1}: {str(error).split('. ')[0]}."
+        raise BevctlError(message, "Lower --batch, or use --fp16 or --grad-checkpoint.", ExitCode.RUN_FAILED) from error
+    except BevctlError as error:
+        status, message = _STATUS.get(error.code, "failed"), error.message
+        raise
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        if journal.writer is not None:
+            journal.event("end", f"{message} (iteration {trainer.iteration})", status=status)
+            journal.writer.update(status=status, ended=time.time(), iter=trainer.iteration)
+
+
+def _global_batch(parts: Parts) -> int:
+    setting = parts.state.setting
+    return setting.batch * setting.world * setting.accumulate
+
+
+def _distributed(parts: Parts) -> nn.Module:
+    if parts.world.size == 1:
+        return parts.state.model
+    return nn.parallel.DistributedDataParallel(
+        parts.state.model,
+        device_ids=[parts.device.index] if parts.device.type == "cuda" else None,
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+    )
+
+
+@contextlib.contextmanager
+def _open_writer(parts: Parts, options: RunOptions, work_dir: Path, resumed: Resumed) -> Iterator[RunWriter | None]:
+    """The writer of rank 0, with this start noted as a segment; None on other ranks."""
+    if not parts.world.is_main:
+        yield None
+        return
+    writer = RunWriter(work_dir, parts.config.train.log_interval)
+    try:
+        atomic_write_text(work_dir / "config.yaml", to_yaml(parts.config))
+        writer.update(
+            name=parts.config.name,
+            status="running",
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            iters_per_epoch=parts.state.setting.iters_per_epoch,
+            total_iters=parts.schedule.total,
+            segments=[*writer.document["segments"], _segment(parts, options, resumed)],
+        )
+        yield writer
+    finally:
+        writer.close()
+
+
+def _segment(parts: Parts, options: RunOptions, resumed: Resumed) -> dict[str, Any]:
+    return {
+        "started": time.time(),
+        "iter": resumed.iteration,
+        "resume": options.resume,
+        "load_from": options.load_from,
+        "exact": resumed.exact,
+        **asdict(parts.state.setting),
+        "loss_scale": parts.config.precision.loss_scale if parts.precision.is_half else None,
+        "lr": parts.state.optimizer.param_groups[0]["peak_lr"],
+        "device": _device_name(parts.device),
+        "versions": {
+            "bevctl": bevctl.__version__,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _evaluate(parts: Parts, console: Console) -> tuple[dict[str, float], dict[str, Any]]:
+    """Scores the (averaged) weights on the evaluation split; every rank takes its share."""
+    config, world, model = parts.config, parts.world, parts.state.model
+    broadcast_buffers(world, model)
+    dataset = NuScenesDataset(config, "val")
+    loader = make_loader(
+        dataset,
+        batch=config.train.batch,
+        workers=config.train.workers,
+        epoch=0,
+        seed=config.seed,
+        rank=world.rank,
+        world=world.size,
+        shuffle=False,
+        drop_last=False,
+        pin=parts.device.type == "cuda",
+    )
+    averaged = parts.state.average.applied() if parts.state.average else contextlib.nullcontext()
+    with averaged, console.progress(len(dataset) // world.size, "evaluating") as progress:
+        evaluation = evaluate_model(
+            model,
+            loader,
+            dataset.info,
+            config,
+            device=parts.device,
+            autocast=parts.precision.autocast,
+            rank=world.rank,
+            world=world.size,
+            progress=progress if world.is_main else None,
+        )
+    return evaluation.metrics(), evaluation.document()
+
+
+@contextlib.contextmanager
+def _determinism(wanted: bool) -> Iterator[None]:
+    """Deterministic algorithms inside the block, if wanted."""
+    if not wanted:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -1,0 +1,100 @@
+"""Loss scaling whose whole state stays on the device: no host synchronisation in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from bevctl.config.schema import PrecisionConfig
+
+
+class LossScaler:
+    """Multiplies the loss, divides the gradients, and skips the step where one of them is not finite.
+
+    Same arithmetic and same state dict as torch.amp.GradScaler. Unlike it, a fixed scale keeps the check (1 for BF16
+    and FP32), so that in no precision a non-finite gradient reaches the weights.
+    """
+
+    def __init__(self, precision: PrecisionConfig, half: bool, device: torch.device) -> None:
+        self.dynamic = half and precision.loss_scale == "dynamic"
+        fixed = float(precision.loss_scale) if half and not self.dynamic else 1.0
+        self.growth_factor = precision.growth_factor
+        self.backoff_factor = precision.backoff_factor
+        self.growth_interval = precision.growth_interval
+        self.value = torch.tensor(precision.init_scale if self.dynamic else fixed, device=device)
+        self.found_inf = torch.zeros((), device=device)
+        """1.0 when the current step is to be skipped; 0-dimensional as fused AdamW wants it."""
+        self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to call backward on."""
+        return loss * self.value
+
+    def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Divides the gradients by the scale, and notes whether any of them is not finite."""
+        self.found_inf.zero_()
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if gradients:
+            inverse = self.value.double().reciprocal().float()
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.found_inf, inverse)
+
+    def reject_if_nonfinite(self, value: Tensor) -> None:
+        """Skips the step too when `value` is not finite: finite gradients can have a norm that overflows."""
+        self.found_inf.copy_(torch.where(value.isfinite(), self.found_inf, torch.ones_like(self.found_inf)))
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """One step of a fused optimizer, which leaves weights and state alone where `found_inf` is set."""
+        optimizer.grad_scale = None  # type: ignore[attr-defined]
+        optimizer.found_inf = self.found_inf  # type: ignore[attr-defined]
+        optimizer.step()
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+    def update(self) -> None:
+        """Backs off after a skipped step and grows after `growth_interval` good ones; a fixed scale stays."""
+        if self.dynamic:
+            torch._amp_update_scale_(
+                self.value,
+                self._growth_tracker,
+                self.found_inf,
+                self.growth_factor,
+                self.backoff_factor,
+                self.growth_interval,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The five entries of torch.amp.GradScaler."""
+        return {
+            "scale": self.value.item(),
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": int(self._growth_tracker.item()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes scale and growth tracker; the factors come from the config. A fixed scale ignores both."""
+        if self.dynamic:
+            self.value.fill_(float(state["scale"]))
+            self._growth_tracker.fill_(int(state["_growth_tracker"]))
+
+
+class StatisticsGuard:
+    """Undoes what a skipped step did to BatchNorm statistics: one overflowing pass would spoil them for good."""
+
+    def __init__(self, model: nn.Module) -> None:
+        norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+        self._live = [b for norm in norms for b in norm.buffers(recurse=False) if b.is_floating_point()]
+        self._before = [torch.empty_like(b) for b in self._live]
+
+    def remember(self) -> None:
+        if self._live:
+            torch._foreach_copy_(self._before, self._live)
+
+    def restore_where(self, skipped: Tensor) -> None:
+        """Puts the remembered values back where `skipped` (0-dimensional, on the device) is not zero."""
+        for live, before in zip(self._live, self._before, strict=True):
+            live.copy_(torch.where(skipped > 0, before, live))

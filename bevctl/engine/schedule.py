@@ -1,0 +1,80 @@
+"""Learning rate and momentum as pure functions of the iteration, and the rules that derive the peak from the batch.
+
+An iteration is an attempted optimizer step: a step that the loss scaler skips still counts, as in mmcv, so that no
+host has to ask the device whether it happened.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from bevctl.config.schema import OptimConfig
+from bevctl.errors import BevctlError
+
+_MOMENTUM_DIP = 0.85 / 0.95
+"""Lowest beta1 of the cyclic schedule over its own start."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What the optimizer's settings are multiplied with before iteration 0 .. total - 1."""
+
+    optim: OptimConfig
+    total: int
+    """Iterations of the whole run."""
+
+    def lr_factor(self, iteration: int) -> float:
+        """Learning rate over its peak (cyclic: over `optim.lr`) for the step after `iteration` attempted ones."""
+        return self._shape(iteration / max(self.total, 1)) * self._warmup(iteration)
+
+    def beta1_factor(self, iteration: int) -> float:
+        """AdamW's first beta over its configured value."""
+        if not self.optim.cyclic_momentum:
+            return 1.0
+        return _cycle(iteration / max(self.total, 1), self.optim.cyclic_up, _MOMENTUM_DIP, 1.0)
+
+    def _shape(self, progress: float) -> float:
+        if self.optim.schedule == "cosine":
+            return _anneal(1.0, self.optim.min_ratio, progress)
+        if self.optim.schedule == "cyclic":
+            return _cycle(progress, self.optim.cyclic_up, self.optim.cyclic_peak, self.optim.cyclic_end)
+        return 1.0
+
+    def _warmup(self, iteration: int) -> float:
+        if iteration >= self.optim.warmup:
+            return 1.0
+        return self.optim.warmup_ratio + (1.0 - self.optim.warmup_ratio) * iteration / self.optim.warmup
+
+
+def _anneal(start: float, end: float, progress: float) -> float:
+    """Half a cosine from `start` to `end`."""
+    return end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
+
+
+def _cycle(progress: float, up: float, peak: float, end: float) -> float:
+    """From 1 to `peak` in the first `up` of the run, then to `end`, each way half a cosine."""
+    if progress < up:
+        return _anneal(1.0, peak, progress / up)
+    return _anneal(peak, end, (progress - up) / (1.0 - up))
+
+
+def peak_lr(optim: OptimConfig, global_batch: int) -> tuple[float, str]:
+    """The learning rate for `global_batch` samples a step, and the sentence that explains it.
+
+    Raises:
+        BevctlError: a scaling rule is on, but the config does not say what it scales from.
+    """
+    if optim.lr_scaling == "none":
+        return optim.lr, f"learning rate {optim.lr:g} as configured (global batch {global_batch}, no scaling rule)"
+    if optim.base_batch is None or optim.base_lr is None:
+        raise BevctlError(
+            f"optim.lr_scaling is {optim.lr_scaling}, but this config has no optim.base_batch and optim.base_lr.",
+            "Set both (the learning rate base_lr belongs to base_batch samples a step), or use --lr.",
+        )
+    ratio = global_batch / optim.base_batch
+    value = optim.base_lr * (ratio if optim.lr_scaling == "linear" else math.sqrt(ratio))
+    return value, (
+        f"learning rate {value:g}: {optim.lr_scaling} rule from {optim.base_lr:g} at batch {optim.base_batch} "
+        f"to global batch {global_batch}"
+    )

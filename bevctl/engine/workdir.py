@@ -1,0 +1,89 @@
+"""The folder of a run: which one, whether it may be used, and which checkpoint in it continues it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bevctl.config.schema import Config
+from bevctl.engine.checkpoint import Checkpoint, newest_checkpoints, read_checkpoint
+from bevctl.errors import BevctlError, did_you_mean
+
+AUTO = "auto"
+CONSOLE_LOG = "console.log"
+"""What a detached run prints; it may be there before the run starts."""
+
+
+def work_dir_of(config: Config) -> Path:
+    return Path(config.work_dir or Path("runs") / config.name)
+
+
+def check_unused(work_dir: Path, resume: str | None) -> None:
+    """Refuses to start in a folder that holds something, unless the run continues.
+
+    Raises:
+        BevctlError: the folder is not empty, or is not a folder.
+    """
+    if work_dir.exists() and not work_dir.is_dir():
+        raise BevctlError(f"The work_dir {work_dir} is not a folder.", "Choose another with --work-dir.")
+    if resume is None and work_dir.is_dir() and any(entry.name != CONSOLE_LOG for entry in work_dir.iterdir()):
+        raise BevctlError(
+            f"The work_dir {work_dir} is not empty.",
+            "Continue that run with --resume auto, or choose another folder with --work-dir.",
+        )
+
+
+def find_checkpoint(name: str, work_dir: Path) -> Path:
+    """The file that `--resume NAME` means: a path, else a name in work_dir.
+
+    Raises:
+        BevctlError: neither exists.
+    """
+    for path in (Path(name), work_dir / name):
+        if path.is_file():
+            return path
+    known = [path.name for path in newest_checkpoints(work_dir)] if work_dir.is_dir() else []
+    raise BevctlError(
+        f"There is no checkpoint {name}, neither as a path nor in {work_dir}.",
+        did_you_mean(name, known) if known else "--resume auto takes the newest one, or starts anew without one.",
+    )
+
+
+def read_resume(resume: str | None, work_dir: Path, say: Callable[[str], None]) -> Checkpoint | None:
+    """The checkpoint to continue from; None to start anew. `auto` passes over files that cannot be read, and says so.
+
+    Raises:
+        BevctlError: the named checkpoint is missing or unreadable, or `auto` finds only unreadable ones.
+    """
+    if resume is None:
+        return None
+    if resume != AUTO:
+        return read_checkpoint(find_checkpoint(resume, work_dir))
+    unreadable: BevctlError | None = None
+    for path in newest_checkpoints(work_dir) if work_dir.is_dir() else []:
+        try:
+            return read_checkpoint(path)
+        except BevctlError as error:
+            say(f"Passing over a checkpoint: {error.message}")
+            unreadable = unreadable or error
+    if unreadable is not None:
+        raise unreadable
+    say(f"--resume auto: no checkpoint in {work_dir}, starting anew")
+    return None
+
+
+def resumed_config(resume: str | None, work_dir: str | None) -> Path | dict[str, Any] | None:
+    """The config that a run continues with when none is given: of its checkpoint, else of its work_dir.
+
+    Foreign checkpoints name none that bevctl can read.
+    """
+    folder = Path(work_dir) if work_dir else None
+    if resume not in (None, AUTO):
+        checkpoint = read_checkpoint(find_checkpoint(resume or "", folder or Path()))
+        config = checkpoint.meta.get("config")
+        if checkpoint.origin == "bevctl" and isinstance(config, dict):
+            return config
+    if resume is not None and folder is not None and (folder / "config.yaml").is_file():
+        return folder / "config.yaml"
+    return None
