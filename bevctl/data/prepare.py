@@ -43,7 +43,7 @@ SPLITS = {
 MICROSECONDS = 1e-6
 
 Progress = Callable[[int, int, str], None]
-"""Called with (samples done, samples in all, name of the split)."""
+"""Called with (samples done, samples in all, name of the file)."""
 
 
 @dataclass(frozen=True)
@@ -130,18 +130,18 @@ def _write_split(
     progress: Progress | None,
 ) -> PreparedFile:
     prefix, max_sweeps = settings
+    path = root / f"{prefix}_infos_{split}.pkl"
     entries = []
     for index, (sample, location) in enumerate(samples):
         entries.append(_entry(tables, index, sample, location, max_sweeps, annotated=split != "test"))
         if progress is not None:
-            progress(index + 1, len(samples), split)
+            progress(index + 1, len(samples), path.name)
     metainfo = {
         "categories": {name: label for label, name in enumerate(CATEGORIES)},
         "dataset": "nuscenes",
         "version": tables.version,
         "info_version": "1.1",
     }
-    path = root / f"{prefix}_infos_{split}.pkl"
     atomic_write_bytes(path, pickle.dumps({"metainfo": metainfo, "data_list": entries}, protocol=4))
     return PreparedFile(path, split, len(entries), sum(len(entry.get("instances", ())) for entry in entries))
 

@@ -1,0 +1,214 @@
+"""`bevctl data`: make, prepare and check data sets in nuScenes format."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bevctl.cli.options import json_option
+from bevctl.console import Console, Progress, table
+from bevctl.errors import BevctlError, ExitCode
+
+if TYPE_CHECKING:
+    from bevctl.data.check import CheckedInfo
+    from bevctl.data.prepare import PreparedFile
+
+SYNTH_PREFIX = "synth"
+
+
+@click.group("data")
+def command() -> None:
+    """Make, prepare and check data sets in nuScenes format."""
+
+
+@command.command("synth")
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--seed", type=int, help="Seed of everything random; default: 0.")
+@click.option("--version", help="Name of the tables: v1.0-mini (default) or v1.0-trainval, which allows more scenes.")
+@click.option("--train-scenes", type=int, help="Scenes to train on; default: 8.")
+@click.option("--val-scenes", type=int, help="Held-out scenes, on another map; default: 2.")
+@click.option("--keyframes", type=int, help="Annotated samples a scene, half a second apart; default: 8.")
+@click.option("--image-scale", type=float, help="Image size over 1600x900; default: 0.5.")
+@click.option("--processes", type=int, help="Worker processes; default: one a core.")
+@json_option
+@click.pass_obj
+def synth(console: Console, directory: Path, **options: Any) -> None:
+    """Make a complete synthetic data set in DIR, with info files, that nuscenes-devkit opens.
+
+    With no option: the set of `bevctl quickstart`, in less than a minute.
+    """
+    from bevctl.data.prepare import prepare
+    from bevctl.data.synth.dataset import make_dataset
+    from bevctl.data.synth.options import SynthOptions
+
+    chosen = SynthOptions(**{name: value for name, value in options.items() if value is not None})
+    with _Phases(console) as phases:
+        summary = make_dataset(directory, chosen, phases)
+        written = prepare(directory, chosen.version, prefix=SYNTH_PREFIX, progress=phases)
+    console.result(
+        f"{directory}: {summary.samples} samples in {len(summary.train_scenes)} training and "
+        f"{len(summary.val_scenes)} held-out scenes, {summary.annotations} boxes, "
+        f"{summary.bytes / 1e6:.0f} MB in {summary.seconds:.0f} s."
+    )
+    console.result(_describe_written(written))
+    body = {
+        "root": directory,
+        "version": summary.version,
+        "samples": summary.samples,
+        "annotations": summary.annotations,
+        "images": summary.images,
+        "sweeps": summary.sweeps,
+        "bytes": summary.bytes,
+        "seconds": summary.seconds,
+    }
+    console.document("data", {"action": "synth", **body, "files": _written_body(written)})
+
+
+@command.command("prepare")
+@click.option(
+    "--root", required=True, type=click.Path(path_type=Path), help="Folder that holds samples/, sweeps/ and the tables."
+)
+@click.option("--version", required=True, help="Tables to read: v1.0-mini, v1.0-trainval or v1.0-test.")
+@click.option("--prefix", default="nuscenes", show_default=True, help="Start of the info files' names.")
+@click.option(
+    "--max-sweeps",
+    type=click.IntRange(min=0),
+    default=10,
+    show_default=True,
+    help="Earlier LiDAR sweeps stored for each sample.",
+)
+@json_option
+@click.pass_obj
+def prepare_command(console: Console, root: Path, version: str, prefix: str, max_sweeps: int) -> None:
+    """Build info files (mmdet3d 1.1 layout) from nuScenes tables."""
+    from bevctl.data.prepare import prepare
+
+    with _Phases(console) as phases:
+        written = prepare(root, version, prefix=prefix, max_sweeps=max_sweeps, progress=phases)
+    console.result(_describe_written(written))
+    console.document("data", {"action": "prepare", "root": root, "version": version, "files": _written_body(written)})
+
+
+@command.command("check")
+@click.argument("info_file", required=False, metavar="[INFO_FILE]", type=click.Path(path_type=Path))
+@click.option(
+    "--root",
+    type=click.Path(path_type=Path),
+    help="Data set folder; without INFO_FILE all info files in it are checked. Default: the folder of INFO_FILE.",
+)
+@json_option
+@click.pass_obj
+def check(console: Console, info_file: Path | None, root: Path | None) -> ExitCode:
+    """Say format, version and number of samples of each info file, and count the files that are missing.
+
+    Exits 1 where a file is missing, or an info file of the folder cannot be read.
+    """
+    from bevctl.data.check import check_info, find_info_files
+
+    if info_file is None and root is None:
+        raise BevctlError("Nothing to check.", "Give an info file, or a data set folder with --root.")
+    checked: list[CheckedInfo] = []
+    broken: list[tuple[Path, BevctlError]] = []
+    paths = [info_file] if info_file is not None else find_info_files(Path(root or "."))
+    with _Phases(console) as phases:
+        for path in paths:
+            try:
+                checked.append(check_info(path, root or path.parent, phases))
+            except BevctlError as error:
+                if info_file is not None:
+                    raise
+                broken.append((path, error))
+    _tell_checked(console, checked, broken)
+    sound = not broken and all(info.complete for info in checked)
+    console.document("data", _checked_body(checked, broken), status="ok" if sound else "fail")
+    return ExitCode.OK if sound else ExitCode.FINDINGS
+
+
+def _tell_checked(console: Console, checked: list[CheckedInfo], broken: list[tuple[Path, BevctlError]]) -> None:
+    columns = ("info file", "format", "version", "boxes as", "samples", "boxes", "sweeps", "files", "missing")
+    rows = [
+        (
+            c.path.name,
+            c.format,
+            c.version,
+            c.box_convention,
+            c.samples,
+            c.boxes,
+            c.sweeps,
+            c.files,
+            sum(c.missing.values()),
+        )
+        for c in checked
+    ]
+    if rows:
+        console.result(table(columns, rows))
+    for info in checked:
+        for note in info.notes:
+            console.info(f"{info.path.name}: {note}")
+        if info.missing:
+            counts = ", ".join(f"{count} of {sensor}" for sensor, count in info.missing.items())
+            console.warn(f"{info.path.name}: files are missing: {counts}; the first is {info.first_missing}.")
+    for path, error in broken:
+        console.warn(f"{path.name}: {error.message}")
+
+
+def _checked_body(checked: list[CheckedInfo], broken: list[tuple[Path, BevctlError]]) -> dict[str, Any]:
+    files: list[dict[str, Any]] = [
+        {
+            "path": info.path,
+            "format": info.format,
+            "version": info.version,
+            "box_convention": info.box_convention,
+            "samples": info.samples,
+            "boxes": info.boxes,
+            "sweeps": info.sweeps,
+            "per_class": info.per_class,
+            "files": info.files,
+            "missing": info.missing,
+            "first_missing": info.first_missing,
+            "notes": info.notes,
+        }
+        for info in checked
+    ]
+    return {
+        "action": "check",
+        "files": files,
+        "unreadable": [{"path": path, "message": error.message} for path, error in broken],
+    }
+
+
+def _describe_written(written: tuple[PreparedFile, ...]) -> str:
+    return "\n".join(f"{file.path}: {file.samples} samples, {file.boxes} boxes" for file in written)
+
+
+def _written_body(written: tuple[PreparedFile, ...]) -> list[dict[str, Any]]:
+    return [{"path": file.path, "split": file.split, "samples": file.samples, "boxes": file.boxes} for file in written]
+
+
+class _Phases:
+    """Shows (done, total, what) reports as progress; a count that starts again begins a new bar."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._stack = ExitStack()
+        self._bar: Progress | None = None
+        self._total = 0
+        self._done = 0
+
+    def __enter__(self) -> _Phases:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        if self._bar is None or total != self._total or done <= self._done:
+            self._stack.close()
+            self._bar = self._stack.enter_context(self._console.progress(total, what))
+            self._total, self._done = total, 0
+        self._bar.describe(what)
+        self._bar.advance(done - self._done)
+        self._done = done
