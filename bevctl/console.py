@@ -143,7 +143,11 @@ class Console:
         return _is_terminal(self.stderr)
 
     def result(self, renderable: RenderableType) -> None:
-        """Print the command's result, a string or something rich can draw, on stdout; nothing in JSON mode."""
+        """Print the command's result, a string or something rich can draw, on stdout; nothing in JSON mode.
+
+        Strings inside a renderable are plain text, except that rich reads a Panel's title as markup: give that as
+        `rich.text.Text(printable(title))`.
+        """
         if self.json:
             return
         if isinstance(renderable, str):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
-from yaml.nodes import MappingNode, Node, ScalarNode
+from yaml.nodes import CollectionNode, MappingNode, Node, ScalarNode
 
 from bevctl.errors import BevctlError
 
@@ -66,11 +66,14 @@ def _compose(data: bytes | str, where: str) -> Node | None:
 
 
 def value_node(text: str) -> Node:
-    """The node of the value in `key=value`: YAML, or the text itself where it is no YAML."""
+    """The node of the value in `key=value`: a YAML scalar, `[list]` or `{mapping}`, otherwise the text itself."""
     try:
-        return yaml.compose(text, Loader=yaml.SafeLoader) or ScalarNode(_STR, "")
+        node = yaml.compose(text, Loader=yaml.SafeLoader) or ScalarNode(_STR, "")
     except (yaml.YAMLError, RecursionError, ValueError):
-        return ScalarNode(_STR, text, style="'")
+        node = None
+    # `2.5:` and `- a` are texts here, not the block mapping and list that YAML sees.
+    is_block = isinstance(node, CollectionNode) and not node.flow_style
+    return ScalarNode(_STR, text) if node is None or is_block else node
 
 
 def python_node(value: object) -> Node:

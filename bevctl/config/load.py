@@ -170,7 +170,7 @@ _Dumper.add_representer(list, _Dumper.represent_list)
 def find(source: str | Path) -> Path:
     """The file of a path or packaged name. Raises BevctlError with the nearest name."""
     path = Path(source)
-    if path.exists() or path.is_symlink():
+    if _is_there(path):
         return path
     packaged = document.packaged_folder() / f"{source}.yaml"
     if path.name == str(source) and packaged.is_file():
@@ -181,6 +181,17 @@ def find(source: str | Path) -> Path:
             f"No config {str(source)!r}: neither a file nor a packaged config.", did_you_mean(path.name, names)
         )
     raise BevctlError(f"Config file {source} does not exist.", f"Give a path, or one of {', '.join(names)}.")
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise BevctlError(f"Cannot read config {str(path)!r:.80}: {reason}.", "Give a path or a name.") from None
+    return True
 
 
 def _choose(
@@ -289,7 +300,9 @@ def _flatten(
             raise BevctlError(
                 f"{here}: {key} is a section, not a value.", f"Its keys: {', '.join(specs_of(spec.section))}."
             )
-        elif spec.is_table and isinstance(value, MappingNode):
+        elif spec.is_table:
+            if not isinstance(value, MappingNode):
+                raise BevctlError(f"{here}: {key} must be a mapping, not a value.", f"{key}: {spec.metadata['help']}.")
             for entry, item, item_line in document.items(value, str(here)):
                 yield f"{key}.{entry}", _Entry(item, origin(item_line))
         else:

@@ -49,7 +49,7 @@ def _run(config: Config) -> Iterator[Problem]:
             yield Problem(key, f"{key} must be low:high, not {span!r}.", "For example 2.5:2.8; one side may be empty.")
     scale = config.precision.loss_scale
     if isinstance(scale, str) and scale != "dynamic":
-        message = f"precision.loss_scale must be dynamic or a number, not {scale!r}."
+        message = f"precision.loss_scale must be dynamic or a number above zero, not {scale!r}."
         yield Problem("precision.loss_scale", message, "For example 512.")
 
 
@@ -162,9 +162,7 @@ def _voxels(lidar: LidarConfig, bounds: Sequence[float]) -> Iterator[Problem]:
                 key, f"{key}: {span} is no whole number of voxels of {size} m.", "Change the voxel or the range."
             )
         elif axis < 2 and count % (2 * LIDAR_STRIDE):
-            message = (
-                f"{key}: {span} is {count} voxels, which the network's strides ({2 * LIDAR_STRIDE}) do not divide."
-            )
+            message = f"{key}: {span} is {count} voxels, no multiple of the network's stride {2 * LIDAR_STRIDE}."
             yield Problem(key, message, "Change the voxel or the range, for example to a power of two of voxels.")
         elif axis == 2 and count < LIDAR_STRIDE * 3:
             message = f"{key}: {span} is {count} voxels, too few for the encoder's strides."

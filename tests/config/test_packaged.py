@@ -1,0 +1,127 @@
+"""The configs that come with the package."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bevctl.config.document import packaged_folder, packaged_names
+from bevctl.config.load import DEFAULT, load
+from bevctl.config.schema import Config, DataConfig
+
+NAMES = (
+    "bevfusion_camera",
+    "bevfusion_det",
+    "bevfusion_lidar",
+    "bevfusion_multitask_fp16",
+    "bevfusion_multitask_fp16_batch2",
+    "bevfusion_multitask_fp16_batch4",
+    "bevfusion_multitask_fp32",
+    "bevfusion_seg",
+    "tiny",
+)
+
+
+def config_of(name: str) -> Config:
+    return load(name).config
+
+
+def test_every_promised_config_is_there() -> None:
+    assert set(NAMES) <= set(packaged_names())
+    assert DEFAULT in NAMES
+
+
+@pytest.mark.parametrize("name", packaged_names())
+def test_each_resolves_without_a_note_under_its_own_name(name: str) -> None:
+    loaded = load(name)
+    assert loaded.notes == []
+    assert loaded.config.name == name
+
+
+@pytest.mark.parametrize("name", packaged_names())
+def test_each_is_a_page_that_says_what_it_is_for(name: str) -> None:
+    lines = (packaged_folder() / f"{name}.yaml").read_text().splitlines()
+    assert lines[0].startswith("# ")
+    assert len(lines) <= 120
+    assert max(len(line) for line in lines) <= 120
+    assert "base:" in "\n".join(lines) or len(lines) >= 60
+
+
+def test_the_folder_of_the_package_is_the_one_of_the_checkout() -> None:
+    assert packaged_folder().resolve() == Path(__file__).parents[2] / "configs"
+
+
+def differences(a: Any, b: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted keys in which b differs from a, with b's values."""
+    if not dataclasses.is_dataclass(a) or type(a) is not type(b):
+        return {} if a == b else {prefix: b}
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(a):
+        below = f"{prefix}.{field.name}" if prefix else field.name
+        found |= differences(getattr(a, field.name), getattr(b, field.name), below)
+    return found
+
+
+def test_the_multitask_configs_differ_only_in_what_their_names_say() -> None:
+    fp16 = config_of("bevfusion_multitask_fp16")
+    assert (fp16.train.batch, fp16.optim.lr, fp16.optim.warmup, fp16.optim.clip) == (1, 2e-5, 500, 35.0)
+    assert (fp16.precision.dtype, fp16.precision.loss_scale) == ("fp16", "dynamic")
+    assert fp16.model.object is not None
+    assert fp16.model.map is not None
+    changes: dict[str, dict[str, Any]] = {
+        "bevfusion_multitask_fp32": {"precision.dtype": "fp32"},
+        "bevfusion_multitask_fp16_batch4": {
+            "train.batch": 4,
+            "train.workers": 2,
+            "optim.lr": 4e-5,
+            "optim.warmup": 1000,
+        },
+        "bevfusion_multitask_fp16_batch2": {
+            "train.batch": 2,
+            "train.workers": 2,
+            "optim.lr": 2.83e-5,
+            "optim.warmup": 700,
+        },
+    }
+    for name, change in changes.items():
+        assert differences(fp16, config_of(name)) == {"name": name, **change}
+
+
+@pytest.mark.parametrize("name", ["bevfusion_multitask_fp16_batch2", "bevfusion_multitask_fp16_batch4"])
+def test_the_larger_batches_follow_the_square_root_rule_on_eight_gpus(name: str) -> None:
+    config = config_of(name)
+    optim = config.optim
+    assert optim.base_batch is not None
+    assert optim.base_lr is not None
+    rule = optim.base_lr * math.sqrt(8 * config.train.batch / optim.base_batch)
+    assert optim.lr == pytest.approx(rule, rel=1e-3)
+
+
+def test_the_published_recipes() -> None:
+    det, seg = config_of("bevfusion_det"), config_of("bevfusion_seg")
+    assert (det.optim.lr, det.train.epochs, det.optim.schedule, det.train.batch) == (2e-4, 6, "cosine", 4)
+    assert (det.optim.base_batch, det.optim.base_lr) == (32, 2e-4)
+    assert (seg.optim.lr, seg.train.epochs, seg.optim.schedule) == (1e-4, 20, "cyclic")
+    assert seg.model.camera is not None
+    assert seg.model.lidar is not None
+    assert (seg.model.camera.view.kind, seg.model.camera.swin.drop_path) == ("lss", 0.3)
+    assert seg.model.lidar.voxel_size == (0.1, 0.1, 0.2)
+    lidar, camera = config_of("bevfusion_lidar"), config_of("bevfusion_camera")
+    assert (lidar.optim.lr, lidar.train.epochs, lidar.optim.schedule) == (1e-4, 20, "cyclic")
+    assert lidar.model.camera is None
+    assert camera.model.lidar is None
+
+
+def test_tiny_expects_the_data_that_synth_makes() -> None:
+    data = config_of("tiny").data
+    assert (data.root, data.info_train, data.info_val) == (
+        "data/synth",
+        "synth_infos_train.pkl",
+        "synth_infos_val.pkl",
+    )
+    assert data.classes == DataConfig().classes
+    assert config_of("tiny").precision.dtype == "auto"
