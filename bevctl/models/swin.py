@@ -203,13 +203,13 @@ class SwinStage(nn.Module):
         )
         self.downsample = PatchMerging(channels) if downsample else None
 
-    def forward(self, x: Tensor, checkpointing: bool) -> Tensor:
-        """(B, H, W, C) → the same, before downsampling."""
+    def forward(self, x: Tensor, checkpointing: bool) -> tuple[Tensor, Tensor]:
+        """(B, H, W, C) → the same, and what the next stage reads."""
         height, width = (side + -side % self.window for side in x.shape[1:3])
         mask = shift_mask(height, width, self.window, self.window // 2, x.device)
         for block in self.blocks:
             x = recompute(block, x, mask, enabled=checkpointing)
-        return x
+        return x, x if self.downsample is None else self.downsample(x)
 
 
 class SwinTransformer(nn.Module):
@@ -246,11 +246,9 @@ class SwinTransformer(nn.Module):
         x = self.patch_embed(images)
         outputs = []
         for index, stage in enumerate(self.stages):
-            x = stage(x, self.checkpointing)
+            features, x = stage(x, self.checkpointing)
             if index > 0:
-                outputs.append(getattr(self, f"norm{index}")(x).permute(0, 3, 1, 2))
-            if stage.downsample is not None:
-                x = stage.downsample(x)
+                outputs.append(getattr(self, f"norm{index}")(features).permute(0, 3, 1, 2))
         return outputs
 
 

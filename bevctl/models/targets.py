@@ -1,0 +1,123 @@
+"""What the detection head should have said: matched boxes and the heatmap."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from bevctl.models.box_coder import BevGrid, decode, encode
+from bevctl.models.losses import sigmoid_focal_loss
+from bevctl.ops.matching import match
+from bevctl.ops.rotated_iou import rotated_iou_3d
+
+CLASS_COST, POSITION_COST, IOU_COST = 0.15, 0.25, 0.25
+MIN_OVERLAP = 0.1
+"""IoU that a box moved by the heatmap radius keeps."""
+MIN_RADIUS = 2
+
+
+@dataclass(frozen=True)
+class QueryTargets:
+    """Targets of B × Q queries."""
+
+    classes: Tensor
+    """(B, Q, K) 0/1: class of the matched object, all zero for background."""
+    codes: Tensor
+    """(B, Q, 10) code of the matched object, 0 for background."""
+    code_mask: Tensor
+    """(B, Q, 10) 1 where `codes` counts: matched, and known (a NaN velocity is not)."""
+    positives: int
+    """Number of matched queries."""
+    mean_iou: Tensor
+    """() mean over samples of the mean 3D IoU of their matched pairs."""
+
+
+def query_targets(
+    codes: Tensor, logits: Tensor, boxes: Sequence[Tensor], labels: Sequence[Tensor], grid: BevGrid
+) -> QueryTargets:
+    """Match queries one-to-one to objects and collect their targets; nothing here is differentiated.
+
+    `codes` (B, Q, 10) are predicted boxes, `logits` (B, Q, K) their classes; `boxes` B × (n_i, 9) and `labels`
+    B × (n_i,) the objects.
+    """
+    codes, logits = codes.detach(), logits.detach()
+    decoded = decode(codes, grid)
+    padded_boxes = pad_sequence(list(boxes), batch_first=True).float()
+    padded_labels = pad_sequence(list(labels), batch_first=True)
+    iou = rotated_iou_3d(decoded[:, :, None, :7], padded_boxes[:, None, :, :7])
+    cost = (
+        CLASS_COST * class_cost(logits, padded_labels)
+        + POSITION_COST * position_cost(decoded, padded_boxes, grid)
+        - IOU_COST * iou
+    )
+    sample, query, obj = match(cost, [len(sample_boxes) for sample_boxes in boxes])
+    target_codes, code_mask = torch.zeros_like(codes), torch.zeros_like(codes)
+    matched = encode(padded_boxes[sample, obj], grid)
+    target_codes[sample, query] = matched.nan_to_num()
+    code_mask[sample, query] = (~matched.isnan()).float()
+    classes = torch.zeros_like(logits)
+    classes[sample, query, padded_labels[sample, obj]] = 1
+    pairs = iou.new_zeros(len(boxes), 2)
+    pairs.index_add_(0, sample, torch.stack([iou[sample, query, obj], torch.ones_like(sample).float()], dim=-1))
+    mean_iou = (pairs[:, 0] / pairs[:, 1].clamp(min=1)).mean()
+    return QueryTargets(classes, target_codes, code_mask, len(sample), mean_iou)
+
+
+def class_cost(logits: Tensor, labels: Tensor) -> Tensor:
+    """(B, Q, M) focal loss that calling query q (logits (B, Q, K)) an object of class labels (B, M) adds."""
+    ones = torch.ones_like(logits)
+    added = sigmoid_focal_loss(logits, ones) - sigmoid_focal_loss(logits, 0 * ones)
+    return added.gather(2, labels[:, None].expand(-1, logits.shape[1], -1))
+
+
+def position_cost(predicted: Tensor, boxes: Tensor, grid: BevGrid) -> Tensor:
+    """(B, Q, M) L1 distance in x and y of (B, Q, ≥ 2) and (B, M, ≥ 2) boxes, in extents of the grid."""
+    x, y = (predicted[:, :, None, axis] - boxes[:, None, :, axis] for axis in (0, 1))
+    extent_x, extent_y = (grid.upper[axis] - grid.lower[axis] for axis in (0, 1))
+    return x.abs() / extent_x + y.abs() / extent_y
+
+
+def gaussian_radius(length: Tensor, width: Tensor, min_overlap: float) -> Tensor:
+    """Largest shift, in cells, of the corners of a box (`length` × `width` cells) that keeps an IoU of `min_overlap`.
+
+    The smallest over the three cases of Law & Deng (ECCV 2018), in the form that CenterPoint and its successors train
+    with: the quadratic formula divided by 2 instead of 2a.
+    """
+    total, area = length + width, length * width
+    cases = (
+        (1.0, total, area * (1 - min_overlap) / (1 + min_overlap)),
+        (4.0, 2 * total, area * (1 - min_overlap)),
+        (4 * min_overlap, -2 * min_overlap * total, area * (min_overlap - 1)),
+    )
+    roots = [(b + (b * b - 4 * a * c).sqrt()) / 2 for a, b, c in cases]
+    return torch.stack(roots).amin(0)
+
+
+def heatmap_targets(boxes: Sequence[Tensor], labels: Sequence[Tensor], classes: int, grid: BevGrid) -> Tensor:
+    """(B, K, X, Y) heatmap: a Gaussian around each object's cell in its class, the larger value where two meet.
+
+    `boxes` are B × (n_i, 9), `labels` B × (n_i,). Objects whose centre lies outside the grid leave no mark.
+    """
+    batch, (cells_x, cells_y) = len(boxes), grid.shape
+    flat = torch.cat(list(boxes)).float()
+    sample = torch.cat([torch.full_like(sample_labels, i) for i, sample_labels in enumerate(labels)])
+    centre = grid.to_cells(flat[:, :2]).floor()
+    radius = gaussian_radius(flat[:, 3] / grid.cell[0], flat[:, 4] / grid.cell[1], MIN_OVERLAP)
+    radius = radius.floor().clamp(min=MIN_RADIUS)[:, None]
+    x = _bump(torch.arange(cells_x, device=flat.device) - centre[:, 0:1], radius)
+    y = _bump(torch.arange(cells_y, device=flat.device) - centre[:, 1:2], radius)
+    inside = (centre[:, 0] >= 0) & (centre[:, 0] < cells_x) & (centre[:, 1] >= 0) & (centre[:, 1] < cells_y)
+    drawn = (x[:, :, None] * y[:, None, :] * inside[:, None, None]).flatten(1)
+    plane = (sample * classes + torch.cat(list(labels)))[:, None].expand_as(drawn)
+    heatmap = drawn.new_zeros(batch * classes, cells_x * cells_y).scatter_reduce(0, plane, drawn, "amax")
+    return heatmap.view(batch, classes, cells_x, cells_y)
+
+
+def _bump(distance: Tensor, radius: Tensor) -> Tensor:
+    """One axis of a Gaussian whose standard deviation is a sixth of the diameter, cut at the radius."""
+    sigma = (2 * radius + 1) / 6
+    return torch.exp(-(distance**2) / (2 * sigma**2)) * (distance.abs() <= radius)
