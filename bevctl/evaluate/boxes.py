@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +12,7 @@ from nuscenes.eval.detection.data_classes import DetectionBox
 from scipy.spatial.transform import Rotation
 
 from bevctl.data.index import SampleInfo
+from bevctl.evaluate.results import Objects
 from bevctl.geometry import Array, transform_points
 
 MOVING_SPEED = 0.2
@@ -31,18 +31,6 @@ _ATTRIBUTES = {
     "barrier": ("", ""),
     "traffic_cone": ("", ""),
 }
-
-
-@dataclass(frozen=True)
-class Objects:
-    """The objects that a model sees in one sample, on the host."""
-
-    boxes: NDArray[np.float32]
-    """(n, 9) as in `bevctl.batch`, LiDAR frame."""
-    scores: NDArray[np.float32]
-    """(n,) in 0..1."""
-    labels: NDArray[np.int64]
-    """(n,) index into the config's object classes."""
 
 
 def attribute_of(name: str, speed: float) -> str:
@@ -67,15 +55,9 @@ def lidar_to_global(boxes: NDArray[np.floating], sample: SampleInfo) -> tuple[Ar
     return centres, rotations, velocities
 
 
-def usable(objects: Objects) -> NDArray[np.bool_]:
-    """(n,) boxes that can be scored: every number finite, every size above zero."""
-    finite = np.isfinite(objects.boxes).all(axis=1) & np.isfinite(objects.scores)
-    return finite & (objects.boxes[:, 3:6] > 0).all(axis=1)
-
-
 def predicted_boxes(objects: Objects, sample: SampleInfo, classes: Sequence[str], limit: int) -> list[DetectionBox]:
     """The `limit` best usable boxes of a sample in the global frame, best first, with their attribute."""
-    kept = np.flatnonzero(usable(objects))
+    kept = np.flatnonzero(objects.usable())
     kept = kept[np.argsort(-objects.scores[kept], kind="stable")][:limit]
     boxes, names = objects.boxes[kept], [classes[label] for label in objects.labels[kept]]
     speeds = np.linalg.norm(boxes[:, 7:9], axis=1)

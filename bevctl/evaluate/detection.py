@@ -22,7 +22,8 @@ from nuscenes.eval.detection.data_classes import DetectionBox, DetectionConfig, 
 
 from bevctl.data.index import SampleInfo
 from bevctl.errors import BevctlError
-from bevctl.evaluate.boxes import Objects, add_ego_distance, annotated_boxes, grouped, predicted_boxes, usable
+from bevctl.evaluate.boxes import add_ego_distance, annotated_boxes, grouped, predicted_boxes
+from bevctl.evaluate.results import Objects
 
 ERROR_NAMES = {"trans_err": "ATE", "scale_err": "ASE", "orient_err": "AOE", "vel_err": "AVE", "attr_err": "AAE"}
 """The devkit's names of the true-positive errors and the usual ones: m, 1 − IoU, rad, m/s, 1 − accuracy."""
@@ -75,7 +76,7 @@ def evaluate_detection(
         if any(boxes[token] for token in boxes.sample_tokens):  # the devkit's filter refuses an empty set
             filter_eval_boxes(tables or _NoTables(), boxes, config.class_range)
     counts = {name: sum(box.detection_name == name for box in truth.all) for name in DETECTION_NAMES}
-    dropped = sum(int((~usable(objects[token])).sum()) for token in by_token)
+    dropped = sum(int((~objects[token].usable()).sum()) for token in by_token)
     attributes = tables is not None or any(sample.attributes for sample in samples)
     return DetectionResult(
         **_numbers(score(truth, predicted, config), counts, attributes),

@@ -76,7 +76,7 @@ def draw_camera(
         layer = Image.new("RGBA", panel.size, (0, 0, 0, 0))
         draw = ImageDraw.Draw(layer)
         for corners in (transform_points(view.lidar2camera, c) for c in box_corners(truth.boxes)):
-            _wireframe(draw, corners, projection, panel.size, (*_WHITE, 255), width=1.1, dash=(4, 3))
+            _wireframe(draw, corners, projection, panel.size, (*_WHITE, 255), width=1.5, dash=(5, 3))
         labels = _draw_predictions(draw, view, predictions, projection, panel.size)
         panel.alpha_composite(layer)
         _write_labels(panel, labels)

@@ -18,8 +18,8 @@ from bevctl.config.schema import Config
 from bevctl.data.index import InfoFile
 from bevctl.engine.dist import World, gather, on_main
 from bevctl.errors import BevctlError, ExitCode
-from bevctl.evaluate.boxes import Objects
 from bevctl.evaluate.map_iou import MapCounts, MapResult
+from bevctl.evaluate.results import Objects, SampleResult
 
 if TYPE_CHECKING:
     from bevctl.evaluate.detection import DetectionResult
@@ -29,19 +29,6 @@ class Progress(Protocol):
     """Told of finished samples; `Console.progress` gives one."""
 
     def advance(self, n: int = 1) -> None: ...
-
-
-@dataclass(frozen=True)
-class SampleResult:
-    """What a model said about one sample, on the host."""
-
-    token: str
-    objects: Objects | None = None
-    """None without a detection head."""
-    bev_map: NDArray[np.float32] | None = None
-    """(K, X, Y) probabilities, only of samples whose map was asked for."""
-    true_map: NDArray[np.float32] | None = None
-    """(K, X, Y) ground truth 0/1 beside `bev_map`, where the sample has one."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +116,7 @@ def evaluate_model(
     if world > 1:
         counts.all_reduce()
     _check_readable(len(infos.samples), results, problems, config.data.max_bad_samples)
-    detection, recall, notes = None, None, [f"not read: {problem}" for problem in problems]
+    detection, recall, notes = None, None, [f"left out: {problem}" for problem in problems]
     if config.model.object is not None:
         detection, recall, said = on_main(ranks, lambda: _score(results, infos, config))
         notes += said
@@ -198,7 +185,7 @@ def _host(tensor: Tensor) -> NDArray[np.float32]:
 
 
 def _check_readable(total: int, results: Mapping[str, SampleResult], problems: Sequence[str], limit: int) -> None:
-    first = problems[0] if problems else "the loader gave no sample"
+    first = problems[0].rstrip(".") if problems else "the loader gave no sample"
     if not results:
         raise BevctlError(
             f"None of the {total} samples could be read: {first}.",

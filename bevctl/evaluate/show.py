@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,14 @@ from PIL import Image
 
 from bevctl.batch import CAMERAS
 from bevctl.config.schema import Config
-from bevctl.data.index import SampleInfo, locate
-from bevctl.evaluate.boxes import Objects, usable
+from bevctl.data.files import read_image
+from bevctl.data.index import SampleInfo, resolve
+from bevctl.data.sweeps import load_points
+from bevctl.errors import BevctlError
 from bevctl.evaluate.draw import DrawnMap, draw_sample
 from bevctl.evaluate.draw_camera import DrawnBoxes, View
-from bevctl.evaluate.run import Evaluation, SampleResult
+from bevctl.evaluate.results import Objects, SampleResult
+from bevctl.evaluate.run import Evaluation
 from bevctl.files import atomic_path
 from bevctl.geometry import invert_rigid
 
@@ -69,7 +73,7 @@ def draw_result(sample: SampleInfo, result: SampleResult, config: Config, min_sc
 def _predictions(objects: Objects | None, classes: Sequence[str], min_score: float) -> DrawnBoxes:
     if objects is None:
         return DrawnBoxes(np.zeros((0, 9)), (), np.zeros(0))
-    kept = np.flatnonzero(usable(objects) & (objects.scores >= min_score))
+    kept = np.flatnonzero(objects.usable() & (objects.scores >= min_score))
     names = tuple(classes[label] for label in objects.labels[kept])
     return DrawnBoxes(objects.boxes[kept], names, objects.scores[kept])
 
@@ -85,16 +89,16 @@ def _annotations(sample: SampleInfo, classes: Sequence[str]) -> DrawnBoxes:
 def _views(sample: SampleInfo, root: Path) -> Iterator[tuple[str, View]]:
     for name in CAMERAS:
         camera = sample.cameras.get(name)
-        path = None if camera is None else locate(root, camera.path, name)
-        if camera is not None and path is not None:
-            with Image.open(path) as file:
-                image = file.convert("RGB")
-            yield name, View(image, camera.intrinsics, invert_rigid(camera.camera2lidar))
+        # A model without cameras was evaluated without these files; a picture can do without them too.
+        with suppress(BevctlError):
+            if camera is not None:
+                image = Image.fromarray(read_image(resolve(root, camera.path, name)))
+                yield name, View(image, camera.intrinsics, invert_rigid(camera.camera2lidar))
 
 
 def _points(sample: SampleInfo, root: Path) -> NDArray[np.float32]:
-    """(P, 5) points of the keyframe; none where the file is missing."""
-    path = locate(root, sample.lidar_path, "LIDAR_TOP")
-    values = np.zeros(0, np.float32) if path is None else np.fromfile(path, dtype=np.float32)
-    points: NDArray[np.float32] = values[: len(values) // 5 * 5].reshape(-1, 5)
-    return points[np.isfinite(points).all(axis=1)]
+    """(P, 5) points of the keyframe; none where the file is missing, which a camera model doesn't mind."""
+    try:
+        return load_points(root, sample, 0, None)
+    except BevctlError:
+        return np.zeros((0, 5), np.float32)

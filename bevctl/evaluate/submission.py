@@ -11,8 +11,9 @@ from nuscenes.eval.common.config import config_factory
 
 from bevctl.config.schema import ModelConfig
 from bevctl.data.index import SampleInfo
-from bevctl.evaluate.boxes import Objects, predicted_boxes
+from bevctl.evaluate.boxes import predicted_boxes
 from bevctl.evaluate.detection import check_classes
+from bevctl.evaluate.results import Objects
 from bevctl.files import atomic_write_text
 
 _FIELDS = (

@@ -6,6 +6,7 @@ LiDAR frame. All rotations are about z, so that both describe exactly the same b
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from PIL import Image
 
 from bevctl.batch import OBJECT_CLASSES
 from bevctl.data.index import InfoFile, SampleInfo
-from bevctl.evaluate.boxes import Objects
+from bevctl.evaluate.results import Objects
 from bevctl.geometry import invert_rigid, rigid, rotation_z, transform_points, yaw_of, yaw_to_quaternion
 
 VERSION = "v1.0-mini"
@@ -111,6 +112,14 @@ def sample_of(step: int, contents: list[Thing], attributes: bool = False) -> Sam
 
 def samples(steps: int = 3, attributes: bool = False, contents: list[Thing] | None = None) -> tuple[SampleInfo, ...]:
     return tuple(sample_of(step, things() if contents is None else contents, attributes) for step in range(steps))
+
+
+def without_boxes(sample: SampleInfo) -> SampleInfo:
+    """The sample as a test split holds it."""
+    none = np.zeros(0, np.int64)
+    return dataclasses.replace(
+        sample, boxes=None, names=(), num_lidar_pts=none, num_radar_pts=none, valid=none.astype(bool), attributes=()
+    )
 
 
 def info_file(keyframes: tuple[SampleInfo, ...]) -> InfoFile:

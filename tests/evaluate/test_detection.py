@@ -15,8 +15,9 @@ from pyquaternion import Quaternion
 from bevctl.batch import OBJECT_CLASSES
 from bevctl.data.index import SampleInfo
 from bevctl.errors import BevctlError
-from bevctl.evaluate.boxes import Objects, attribute_of, grouped, lidar_to_global, predicted_boxes
+from bevctl.evaluate.boxes import attribute_of, grouped, lidar_to_global, predicted_boxes
 from bevctl.evaluate.detection import DetectionResult, evaluate_detection, open_tables, recall_within
+from bevctl.evaluate.results import Objects
 from bevctl.geometry import rigid
 from tests.evaluate import scenes
 
