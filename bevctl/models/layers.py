@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
-
-BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class ConvBlock(nn.Module):
@@ -55,11 +54,12 @@ def recompute(module: nn.Module, *args: Any, enabled: bool = True) -> Any:
 @contextlib.contextmanager
 def _frozen_statistics(module: nn.Module) -> Iterator[None]:
     """A second pass over the same batch must not enter BatchNorm's running statistics again."""
-    tracking = [m for m in module.modules() if isinstance(m, BatchNorm) and m.training and m.track_running_stats]
-    for norm in tracking:
-        norm.track_running_stats = False
+    norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.training]
+    saved = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        norm.momentum, norm.num_batches_tracked = 0.0, None
     try:
         yield
     finally:
-        for norm in tracking:
-            norm.track_running_stats = True
+        for norm, (momentum, count) in zip(norms, saved, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, count
