@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Sequence
 
 import click
+from click.shell_completion import shell_complete
 
 import bevctl
 from bevctl.cli.options import common_options, console_of
@@ -22,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 """Name → (module with `command`, one line of help). A module is imported when its command runs."""
 
+_COMPLETE = "_BEVCTL_COMPLETE"
 _BAD_PATH = (errno.ENOENT, errno.EACCES, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
@@ -55,7 +57,7 @@ class Program(click.Group):
             formatter.write_dl([(str(code.value), code.meaning) for code in ExitCode])
         with formatter.section("Completion"):
             formatter.write_text("bash, and the same with zsh or fish:")
-            formatter.write_text('eval "$(_BEVCTL_COMPLETE=bash_source bevctl)"')
+            formatter.write_text(f'eval "$({_COMPLETE}=bash_source bevctl)"')
 
 
 def _say_version(context: click.Context, _: click.Parameter, value: bool) -> None:
@@ -91,6 +93,9 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    completion = os.environ.get(_COMPLETE)
+    if completion:
+        sys.exit(shell_complete(program, {"obj": Console()}, "bevctl", _COMPLETE, completion))
     sys.exit(run(sys.argv[1:]))
 
 
@@ -103,8 +108,12 @@ def run(argv: Sequence[str], console: Console | None = None) -> int:
     # Known before parsing, because a parse error must come out as JSON too.
     console.json = console.json or "--json" in argv
     try:
-        result = program.main(args=list(argv), prog_name="bevctl", obj=console, standalone_mode=False)
+        # click's own `main` would answer a closed pipe itself, with the code of a finding.
+        with program.make_context("bevctl", list(argv), obj=console) as context:
+            result = program.invoke(context)
         console.stdout.flush()
+    except click.exceptions.Exit as ending:
+        return ending.exit_code
     except Exception as error:
         return _fail(error, _command_name(argv), console)
     except KeyboardInterrupt:
