@@ -1,0 +1,138 @@
+"""LiDAR branch: points → voxels → sparse encoder → bird's-eye view."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bevctl.config.schema import LidarConfig
+from bevctl.errors import BevctlError
+from bevctl.ops.rulebook import Triple, output_shape
+from bevctl.ops.sparse_conv import SparseConv3d, SparseTensor, SubMConv3d
+from bevctl.ops.voxelize import grid_shape, voxelize
+
+_KERNEL, _STRIDE = (3, 3, 3), (2, 2, 2)
+_PADDINGS = ((1, 1, 1), (1, 1, 1), (1, 1, 0))
+"""Padding of the strided convolution that ends each of the first three stages."""
+_OUT_KERNEL, _OUT_STRIDE = (1, 1, 3), (1, 1, 2)
+
+
+class SiteNorm(nn.BatchNorm1d):
+    """BatchNorm over active sites, eps 1e-3 and momentum 0.01.
+
+    Fewer than two sites have no variance: the running statistics stand in, also in training.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, eps=1e-3, momentum=0.01)
+
+    def forward(self, features: Tensor) -> Tensor:
+        if len(features) > 1 or not self.training:
+            return super().forward(features)
+        return functional.batch_norm(
+            features, self.running_mean, self.running_var, self.weight, self.bias, training=False, eps=self.eps
+        )
+
+
+class ConvNormAct(nn.Sequential):
+    """A sparse convolution, norm and ReLU."""
+
+    def __init__(self, conv: SubMConv3d | SparseConv3d) -> None:
+        super().__init__(conv, SiteNorm(conv.weight.shape[4]), nn.ReLU(inplace=True))
+
+    def forward(self, x: SparseTensor) -> SparseTensor:
+        conv, norm, act = self
+        y: SparseTensor = conv(x)
+        return y.with_features(act(norm(y.features)))
+
+
+class ResidualBlock(nn.Module):
+    """Two submanifold convolutions around a shortcut."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1 = SubMConv3d(channels, channels)
+        self.bn1 = SiteNorm(channels)
+        self.conv2 = SubMConv3d(channels, channels)
+        self.bn2 = SiteNorm(channels)
+
+    def forward(self, x: SparseTensor) -> SparseTensor:
+        y = self.conv1(x)
+        y = self.conv2(y.with_features(functional.relu(self.bn1(y.features))))
+        return x.with_features(functional.relu(self.bn2(y.features) + x.features))
+
+
+class SparseEncoder(nn.Module):
+    """Four stages of sparse convolution, stride 8 in x and y; z slices become channels of the result.
+
+    After Yan et al., SECOND (Sensors 2018), with the residual stages that BEVFusion uses.
+
+    Args:
+        in_channels: features of a voxel.
+        channels: width of the four stages.
+        blocks: residual blocks a stage.
+        out_channels: channels of each z slice of the output.
+        shape: cells along x, y, z of the input, one more in z than the voxel grid has.
+
+    Raises:
+        BevctlError: a grid too small for the strides.
+    """
+
+    def __init__(
+        self, in_channels: int, channels: tuple[int, int, int, int], blocks: int, out_channels: int, shape: Triple
+    ) -> None:
+        super().__init__()
+        self.in_shape = shape
+        self.conv_input = ConvNormAct(SubMConv3d(in_channels, channels[0]))
+        self.encoder_layers = nn.Sequential()
+        for stage, width in enumerate(channels):
+            layers: list[nn.Module] = [ResidualBlock(width) for _ in range(blocks)]
+            if stage < len(_PADDINGS):
+                layers.append(ConvNormAct(SparseConv3d(width, channels[stage + 1], _KERNEL, _STRIDE, _PADDINGS[stage])))
+                shape = output_shape(shape, _KERNEL, _STRIDE, _PADDINGS[stage])
+            self.encoder_layers.add_module(f"encoder_layer{stage + 1}", nn.Sequential(*layers))
+        self.conv_out = ConvNormAct(SparseConv3d(channels[3], out_channels, _OUT_KERNEL, _OUT_STRIDE))
+        self.out_shape = output_shape(shape, _OUT_KERNEL, _OUT_STRIDE, (0, 0, 0))
+        if min(self.out_shape) < 1:
+            raise BevctlError(
+                f"a grid of {self.in_shape} cells is too small for the sparse encoder: it ends as {self.out_shape}",
+                "Use smaller voxels or a larger point_cloud_range.",
+            )
+        self.out_channels = out_channels * self.out_shape[2]
+
+    def forward(self, features: Tensor, coords: Tensor, batch: int) -> Tensor:
+        """(M, F) voxel features at (M, 4) cells (b, x, y, z) → (B, out_channels · Z, X, Y), channel c · Z + z."""
+        x = self.conv_input(SparseTensor.build(features, coords, self.in_shape, batch))
+        x = self.conv_out(self.encoder_layers(x))
+        return x.dense().permute(0, 1, 4, 2, 3).flatten(1, 2)
+
+
+class VoxelLidarEncoder(nn.Module):
+    """Hard voxelisation and the sparse encoder; `backbone` holds the weights."""
+
+    def __init__(self, config: LidarConfig, point_cloud_range: Sequence[float]) -> None:
+        super().__init__()
+        self.config = config
+        self.point_cloud_range = tuple(point_cloud_range)
+        x, y, z = grid_shape(config.voxel_size, point_cloud_range)
+        self.backbone = SparseEncoder(
+            config.features, config.channels, config.blocks, config.out_channels, (x, y, z + 1)
+        )
+
+    @property
+    def out_channels(self) -> int:
+        """Channels of the output."""
+        return self.backbone.out_channels
+
+    def forward(self, points: list[Tensor]) -> Tensor:
+        """B × (P_i, F) points in the LiDAR frame, m → (B, out_channels, X, Y)."""
+        c = self.config
+        with torch.no_grad():
+            voxels = voxelize(
+                points, c.voxel_size, self.point_cloud_range, c.max_points, c.max_voxels[0 if self.training else 1]
+            )
+        encoded: Tensor = self.backbone(voxels.features, voxels.coords, len(points))
+        return encoded

@@ -1,0 +1,172 @@
+"""Sparse convolution against torch's dense one, by hand, and its gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+
+from bevctl.ops.rulebook import Triple, output_shape, ravel, strided_rules, submanifold_rules, unravel
+from bevctl.ops.sparse_conv import SparseConv3d, SparseTensor, SubMConv3d, sparse_conv
+
+SHAPE = (5, 4, 6)
+
+
+def random_sites(seed: int, count: int, batch: int = 2, shape: Triple = SHAPE) -> Tensor:
+    """Unique (b, x, y, z) rows in no particular order."""
+    cells = batch * shape[0] * shape[1] * shape[2]
+    generator = torch.Generator().manual_seed(seed)
+    return unravel(torch.randperm(cells, generator=generator)[:count], shape)
+
+
+def random_tensor(seed: int, count: int, channels: int = 3, dtype: torch.dtype = torch.float64) -> SparseTensor:
+    features = torch.randn(count, channels, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+    return SparseTensor.build(features, random_sites(seed, count), SHAPE, 2)
+
+
+def dense_conv(x: SparseTensor, weight: Tensor, stride: Triple, padding: Triple) -> Tensor:
+    """torch's convolution of the whole grid; (B, Cout, X, Y, Z)."""
+    return functional.conv3d(x.dense(), weight.permute(4, 3, 0, 1, 2), stride=stride, padding=padding)
+
+
+def at_sites(grid: Tensor, coords: Tensor) -> Tensor:
+    """(M, C) values of (B, C, X, Y, Z) at (M, 4) sites."""
+    b, x, y, z = coords.unbind(1)
+    return grid[b, :, x, y, z]
+
+
+@given(seed=st.integers(0, 10_000), count=st.integers(0, 60))
+@settings(max_examples=25, deadline=None)
+def test_submanifold_equals_dense_at_the_sites(seed: int, count: int) -> None:
+    x = random_tensor(seed, count)
+    conv = SubMConv3d(3, 4).double()
+    y = conv(x)
+    assert torch.equal(y.coords, x.coords)
+    expected = at_sites(dense_conv(x, conv.weight, (1, 1, 1), (1, 1, 1)), x.coords)
+    torch.testing.assert_close(y.features, expected)
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    count=st.integers(0, 60),
+    geometry=st.sampled_from(
+        [
+            ((3, 3, 3), (2, 2, 2), (1, 1, 1)),
+            ((3, 3, 3), (2, 2, 2), (1, 1, 0)),
+            ((1, 1, 3), (1, 1, 2), (0, 0, 0)),
+            ((2, 1, 3), (2, 1, 1), (0, 0, 2)),
+        ]
+    ),
+)
+@settings(max_examples=40, deadline=None)
+def test_strided_equals_dense_everywhere(seed: int, count: int, geometry: tuple[Triple, Triple, Triple]) -> None:
+    kernel, stride, padding = geometry
+    x = random_tensor(seed, count)
+    conv = SparseConv3d(3, 4, kernel, stride, padding).double()
+    y = conv(x)
+    assert y.shape == output_shape(SHAPE, kernel, stride, padding)
+    assert torch.equal(ravel(y.coords, y.shape), ravel(y.coords, y.shape).unique())
+    torch.testing.assert_close(y.dense(), dense_conv(x, conv.weight, stride, padding))
+    # A site exists exactly where a window holds an input site.
+    covered = dense_conv(x.with_features(torch.ones_like(x.features)), torch.ones_like(conv.weight), stride, padding)
+    assert len(y.coords) == (covered[:, 0] > 0).sum()
+
+
+def test_by_hand() -> None:
+    # Two neighbours along x and one site far away; the kernel copies the row at the lower x.
+    coords = torch.tensor([[0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 3, 5]])
+    x = SparseTensor.build(torch.tensor([[1.0], [10.0], [100.0]]), coords, SHAPE, 1)
+    conv = SubMConv3d(1, 1)
+    with torch.no_grad():
+        conv.weight.zero_()
+        conv.weight[0, 1, 1] = 2.0
+    assert conv(x).features.tolist() == [[0.0], [2.0], [0.0]]
+
+    strided = SparseConv3d(1, 1, (1, 1, 3), (1, 1, 2))
+    with torch.no_grad():
+        strided.weight.copy_(torch.tensor([1.0, 2.0, 3.0]).view(1, 1, 3, 1, 1))
+    y = strided(x)
+    assert y.shape == (5, 4, 2)
+    assert y.coords.tolist() == [[0, 1, 0, 0], [0, 2, 0, 0]]
+    assert y.features.tolist() == [[1.0], [10.0]]
+
+
+def test_neighbours_do_not_wrap_around_the_grid() -> None:
+    """Sites at the end of one row, column or sample do not meet those at the start of the next."""
+    coords = torch.tensor([[0, 0, 3, 5], [0, 1, 0, 0], [0, 3, 0, 5], [0, 3, 1, 0], [0, 4, 3, 5], [1, 0, 0, 0]])
+    table = submanifold_rules(coords, SHAPE, (3, 3, 3)).table
+    assert (table >= 0).sum() == len(coords)
+
+
+@pytest.mark.parametrize("block", [3, 1000])
+def test_gradients_and_blocks(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bevctl.ops.sparse_conv._block_rows", lambda *_: block)
+    x = random_tensor(1, 20, channels=2)
+    submanifold = submanifold_rules(x.coords, SHAPE, (3, 3, 3))
+    _, strided = strided_rules(x.coords, SHAPE, (3, 3, 3), (2, 2, 2), (1, 1, 0))
+    weight = torch.randn(3, 3, 3, 2, 2, dtype=torch.float64, requires_grad=True)
+    features = x.features.requires_grad_()
+    for rules in (submanifold, strided):
+        assert torch.autograd.gradcheck(lambda f, w, r=rules: sparse_conv(f, w, r), (features, weight))
+
+
+def test_rules_are_shared_by_layers_on_the_same_sites() -> None:
+    x = random_tensor(2, 30)
+    y = SubMConv3d(3, 4).double()(x)
+    assert y.submanifold_rules((3, 3, 3)) is x.submanifold_rules((3, 3, 3))
+
+
+def test_no_sites_give_zero_gradients() -> None:
+    x = SparseTensor.build(torch.empty(0, 3), torch.empty(0, 4, dtype=torch.int64), SHAPE, 2)
+    first, second = SubMConv3d(3, 4), SparseConv3d(4, 5, (3, 3, 3), (2, 2, 2), (1, 1, 1))
+    dense = second(first(x)).dense()
+    assert dense.shape == (2, 5, 3, 2, 3)
+    dense.sum().backward()
+    for conv in (first, second):
+        assert conv.weight.grad is not None
+        assert not conv.weight.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_runs_products_in_half(dtype: torch.dtype) -> None:
+    x = random_tensor(3, 50, dtype=torch.float32)
+    conv = SubMConv3d(3, 4)
+    exact = conv(x).features
+    with torch.autocast("cpu", dtype=dtype):
+        y = conv(x).features
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.float(), exact, rtol=0.02, atol=0.02)
+    y.float().square().sum().backward()
+    assert conv.weight.grad is not None
+    assert conv.weight.grad.dtype == torch.float32
+    half_grad, conv.weight.grad = conv.weight.grad, None
+    exact.square().sum().backward()
+    torch.testing.assert_close(half_grad, conv.weight.grad, rtol=0.05, atol=0.2)
+
+
+def test_half_sums_are_accumulated_in_float32() -> None:
+    """2048 + 26 × 1 is 2048 when each addition is rounded to float16, whose spacing there is 2."""
+    x = SparseTensor.build(torch.ones(27, 1), random_sites(0, 27, 1, (3, 3, 3)), (3, 3, 3), 1)
+    rules = x.submanifold_rules((3, 3, 3))
+    weight = torch.ones(3, 3, 3, 1, 1)
+    weight[0, 0, 0] = 2048.0
+    with torch.autocast("cpu", dtype=torch.float16):
+        y = sparse_conv(x.features, weight, rules)
+    middle = ravel(x.coords, x.shape).tolist().index(13)
+    assert y[middle].item() == 2074.0
+
+
+def test_wrong_shapes_are_named() -> None:
+    x = random_tensor(4, 10)
+    with pytest.raises(ValueError, match=r"got \(10, 3\) and \(9, 4\)"):
+        SparseTensor.build(x.features, x.coords[:9], SHAPE, 2)
+    rules = x.submanifold_rules((3, 3, 3))
+    with pytest.raises(ValueError, match=r"got \(3, 3, 3, 5, 2\)"):
+        sparse_conv(x.features, torch.zeros(3, 3, 3, 5, 2), rules)
+    with pytest.raises(ValueError, match="27 offsets and 10 sites"):
+        sparse_conv(x.features, torch.zeros(1, 1, 3, 3, 2), rules)
+    with pytest.raises(ValueError, match="must be odd"):
+        SubMConv3d(3, 3, (2, 3, 3))
