@@ -7,7 +7,6 @@ import importlib
 import io
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 
 import click
@@ -131,6 +130,8 @@ def _fail(error: Exception, command: str, console: Console) -> int:
         console.result(error.format_message())
         return ExitCode.USAGE
     if console.debug:
+        import traceback
+
         traceback.print_exception(error, file=console.stderr)
     shown = _as_bevctl_error(error)
     console.error(shown.message, shown.hint)
