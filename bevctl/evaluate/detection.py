@@ -7,7 +7,7 @@ import io
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class DetectionResult:
     """mATE, mASE, mAOE, mAVE, mAAE."""
     source: str
     """Where the ground truth came from: tables or info."""
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
 
 class _NoTables:
@@ -98,8 +98,8 @@ def check_classes(classes: Sequence[str]) -> None:
 def open_tables(root: Path, version: str, tokens: Sequence[str]) -> tuple[NuScenes | None, str]:
     """The tables `<root>/<version>` if they exist and know all of `tokens`; else None and the reason."""
     path = root / version / "sample.json"
-    if not version or not path.is_file():
-        return None, f"no tables at {path}" if version else "the info file names no version"
+    if not path.is_file():
+        return None, f"no tables at {path}"
     try:
         known = {record["token"] for record in json.loads(path.read_text())}
         missing = len(set(tokens) - known)

@@ -27,10 +27,10 @@ MIN_SCORE = 0.2
 """Predictions below this are not drawn."""
 
 
-def spread(samples: Sequence[SampleInfo], count: int) -> list[SampleInfo]:
+def spread(samples: Sequence[SampleInfo], count: int) -> tuple[SampleInfo, ...]:
     """`count` samples evenly spread over the set, the first one included."""
     places = np.linspace(0, len(samples), min(count, len(samples)), endpoint=False)
-    return [samples[int(place)] for place in places]
+    return tuple(samples[int(place)] for place in places)
 
 
 def write_pictures(
