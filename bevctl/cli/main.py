@@ -18,6 +18,7 @@ from bevctl.console import Console
 from bevctl.errors import BevctlError, ExitCode, did_you_mean
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "data": ("bevctl.cli.data", "Make, prepare and check data sets in nuScenes format."),
     "config": ("bevctl.cli.config", "Show the resolved config and where its values come from."),
 }
 """Name → (module with `command`, one line of help). A module is imported when its command runs."""
