@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bevctl.data.index import IGNORED, locate, read_info, resolve
+from bevctl.errors import BevctlError, ExitCode
+from bevctl.geometry import transform_points
+from tests.data import infos as made
+
+LAYOUTS = {
+    "mmdet3d-1.1": made.data_list(),
+    "mmdet3d-1.1-early": made.early(),
+    "mmdet3d-1.0": made.infos(),
+    "mmdet3d-0.x": made.infos(made.legacy(made.BOXES)),
+    "mit-bevfusion": made.mit_bevfusion(),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_says_the_same(tmp_path: Path, layout: str) -> None:
+    info = read_info(made.write(tmp_path / "a.pkl", LAYOUTS[layout]))
+    assert info.format == layout
+    assert info.version == ("v1.0-mini" if layout == "mmdet3d-1.1" else "v1.0-trainval")
+    assert info.notes == ()
+    (sample,) = info.samples
+    assert sample.boxes is not None
+    np.testing.assert_allclose(sample.boxes[:, :7], made.BOXES, atol=1e-9)
+    np.testing.assert_array_equal(sample.boxes[:, 7:], made.VELOCITY)
+    assert sample.names == made.NAMES
+    assert sample.token == "sample-0"
+    assert sample.location == ("boston-seaport" if layout == "mit-bevfusion" else None)
+    np.testing.assert_array_equal(sample.num_lidar_pts, made.LIDAR_POINTS)
+    np.testing.assert_array_equal(sample.num_radar_pts, made.RADAR_POINTS)
+    np.testing.assert_array_equal(sample.valid, [True, False, True])
+    np.testing.assert_allclose(sample.lidar2ego, made.LIDAR2EGO, atol=1e-9)
+    np.testing.assert_allclose(sample.ego2global, made.EGO2GLOBAL, atol=1e-9)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sensors_and_times_are_exact(tmp_path: Path, layout: str) -> None:
+    (sample,) = read_info(made.write(tmp_path / "a.pkl", LAYOUTS[layout])).samples
+    camera = sample.cameras["CAM_FRONT"]
+    np.testing.assert_allclose(camera.camera2lidar, made.CAMERA2LIDAR, atol=1e-9)
+    np.testing.assert_array_equal(camera.intrinsics, made.INTRINSICS)
+    (sweep,) = sample.sweeps
+    # by hand: turned clockwise by ten degrees, then shifted; the usual slip is 0.87 m off here
+    turn = np.deg2rad(10.0)
+    expected = [[np.cos(turn) + 0.3, -np.sin(turn) - 5.0, 0.1]]
+    np.testing.assert_allclose(transform_points(sweep.sweep2key, [[1.0, 0.0, 0.0]]), expected, atol=1e-9)
+    assert sample.timestamp - sweep.timestamp == pytest.approx(0.050422, abs=1e-6)
+    assert sample.timestamp - camera.timestamp == pytest.approx(0.036236, abs=1e-6)
+    assert sample.timestamp == pytest.approx(1_533_201_470.448696, abs=1e-6)
+
+
+def test_classes_go_by_name_whatever_their_number(tmp_path: Path) -> None:
+    document = made.data_list()
+    order = made.MODERN_ORDER[::-1]
+    document["metainfo"]["categories"] = {name: label for label, name in enumerate(order)}
+    for instance, name in zip(document["data_list"][0]["instances"], made.NAMES, strict=True):
+        instance["bbox_label_3d"] = instance["bbox_label"] = order.index(name)
+    assert read_info(made.write(tmp_path / "a.pkl", document)).samples[0].names == made.NAMES
+
+
+def test_label_minus_one_is_ignored(tmp_path: Path) -> None:
+    document = made.data_list()
+    document["data_list"][0]["instances"][2]["bbox_label_3d"] = -1
+    assert read_info(made.write(tmp_path / "a.pkl", document)).samples[0].names == ("car", "barrier", IGNORED)
+
+
+def test_numbered_classes_without_names_are_refused(tmp_path: Path) -> None:
+    document = made.data_list()
+    del document["metainfo"]["categories"]
+    with pytest.raises(BevctlError, match="neither categories nor classes"):
+        read_info(made.write(tmp_path / "a.pkl", document))
+
+
+def test_the_convention_can_be_forced(tmp_path: Path) -> None:
+    path = made.write(tmp_path / "a.pkl", made.infos())
+    info = read_info(path, "wlh")
+    assert info.samples[0].boxes is not None
+    np.testing.assert_allclose(info.samples[0].boxes[:, :7], made.legacy(made.BOXES), atol=1e-9)
+    assert "as asked" in info.notes[0]
+
+
+@pytest.mark.parametrize(("document", "assumed"), [(made.data_list(), "lwh"), (made.infos(), "wlh")])
+def test_an_undecidable_convention_is_assumed_aloud(tmp_path: Path, document: dict[str, Any], assumed: str) -> None:
+    document = copy.deepcopy(document)
+    sample = (document.get("data_list") or document.get("infos") or [])[0]
+    if "instances" in sample:
+        sample["instances"] = sample["instances"][2:]
+    else:
+        sample["gt_names"] = np.array(["pedestrian"] * 3)
+    info = read_info(made.write(tmp_path / "a.pkl", document))
+    assert info.box_convention == assumed
+    assert f"{assumed} is assumed" in info.notes[0]
+
+
+def test_radar_files_of_newer_mit_code(tmp_path: Path) -> None:
+    document = made.infos(made.legacy(made.BOXES), radars={"RADAR_FRONT": []}, prev_token="")
+    info = read_info(made.write(tmp_path / "a.pkl", document))
+    assert (info.format, info.samples[0].location) == ("mit-bevfusion", None)
+
+
+def test_petr_files_have_no_lidar_sweeps(tmp_path: Path) -> None:
+    document = made.infos(sweeps=[{"CAM_FRONT": {"data_path": "x.jpg"}}])
+    info = read_info(made.write(tmp_path / "a.pkl", document))
+    assert (info.format, info.samples[0].sweeps) == ("petr", ())
+
+
+def test_a_test_split_has_no_boxes_and_an_empty_sample_has_none_to_show(tmp_path: Path) -> None:
+    document = made.data_list()
+    bare = {key: value for key, value in document["data_list"][0].items() if key != "instances"}
+    document["data_list"].append(bare)
+    both = read_info(made.write(tmp_path / "a.pkl", document)).samples
+    assert both[1].boxes is not None
+    assert both[1].boxes.shape == (0, 9)
+    document["data_list"] = [bare]
+    assert read_info(made.write(tmp_path / "a.pkl", document)).samples[0].boxes is None
+
+
+def test_velocity_may_be_absent(tmp_path: Path) -> None:
+    document = made.infos()
+    del document["infos"][0]["gt_velocity"]
+    boxes = read_info(made.write(tmp_path / "a.pkl", document)).samples[0].boxes
+    assert boxes is not None
+    assert np.isnan(boxes[:, 7:]).all()
+
+
+@pytest.mark.parametrize(
+    ("document", "told"),
+    [
+        ({}, "a dict with the keys (none)"),
+        ({"annotations": [], "images": []}, "'annotations', 'images'"),
+        ([1, 2], "a list"),
+        ({"data_list": []}, "'data_list'"),
+    ],
+)
+def test_other_pickles_are_refused_with_what_they_hold(tmp_path: Path, document: object, told: str) -> None:
+    with pytest.raises(BevctlError) as caught:
+        read_info(made.write(tmp_path / "a.pkl", document))
+    assert told in caught.value.message
+    assert caught.value.code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize("key", ["lidar_points", "token", "timestamp", "ego2global"])
+def test_a_sample_that_lacks_something_is_named(tmp_path: Path, key: str) -> None:
+    document = made.data_list()
+    del document["data_list"][0][key]
+    with pytest.raises(BevctlError, match=f"Sample 0 of .*{key}"):
+        read_info(made.write(tmp_path / "a.pkl", document))
+
+
+def test_reading_leaves_the_real_frame_as_it_is(shared: Path) -> None:
+    (path,) = (shared / "nuscenes_frame").glob("*.pkl")
+    info = read_info(path)
+    assert (info.format, info.version, info.box_convention) == ("mmdet3d-1.1", "v1.0-mini", "lwh")
+    names = info.samples[0].names
+    counts = {name: names.count(name) for name in set(names)}
+    assert counts == {
+        "pedestrian": 30,
+        "barrier": 22,
+        "car": 8,
+        "traffic_cone": 3,
+        "truck": 2,
+        "bicycle": 1,
+        "bus": 1,
+        "construction_vehicle": 1,
+        IGNORED: 1,
+    }
+
+
+def _touch(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("stored", "lies"),
+    [
+        ("a.bin", "a.bin"),
+        ("a.bin", "samples/LIDAR_TOP/a.bin"),
+        ("a.bin", "sweeps/LIDAR_TOP/a.bin"),
+        ("samples/LIDAR_TOP/a.bin", "samples/LIDAR_TOP/a.bin"),
+        ("./data/nuscenes/samples/LIDAR_TOP/a.bin", "samples/LIDAR_TOP/a.bin"),
+        ("/mnt/samples/nuscenes/sweeps/LIDAR_TOP/a.bin", "sweeps/LIDAR_TOP/a.bin"),
+    ],
+)
+def test_files_are_found(tmp_path: Path, stored: str, lies: str) -> None:
+    path = _touch(tmp_path / lies)
+    assert resolve(tmp_path, stored, "LIDAR_TOP") == path
+
+
+def test_an_absolute_path_stands(tmp_path: Path) -> None:
+    path = _touch(tmp_path / "elsewhere" / "a.bin")
+    assert resolve(tmp_path / "root", str(path), "LIDAR_TOP") == path
+
+
+def test_what_is_nowhere_is_named(tmp_path: Path) -> None:
+    assert locate(tmp_path, "a.bin", "LIDAR_TOP") is None
+    with pytest.raises(BevctlError, match=r"LIDAR_TOP file 'a\.bin'"):
+        resolve(tmp_path, "a.bin", "LIDAR_TOP")
