@@ -1,0 +1,172 @@
+"""Lift-splat view transforms: image features → bird's-eye view.
+
+After Philion and Fidler, Lift, Splat, Shoot (ECCV 2020), and Liu et al., BEVFusion (ICRA 2023).
+Geometry, depth raster, cell indices, depth softmax and the sums over a cell are float32 under autocast; the
+convolutions run in the autocast dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from bevctl.batch import Calibration
+from bevctl.config.schema import ViewTransformConfig
+from bevctl.errors import BevctlError
+from bevctl.models.view_geometry import frustum_grid, frustum_to_lidar, rasterize_depth
+from bevctl.ops.bev_pool import bev_cells, bev_pool
+
+STRIDE = 8
+"""Pixels of the network's image to a feature cell."""
+_DEPTH_CHANNELS = 64
+
+
+class LiftSplat(nn.Module):
+    """What both view transforms share: the frustum, the splat, the downsampling.
+
+    Args:
+        config: bounds, bins and channels.
+        image_size: H, W of the network's image, multiples of 8.
+
+    Raises:
+        BevctlError: an image size or bounds that do not divide.
+    """
+
+    dx: Tensor
+    bx: Tensor
+    nx: Tensor
+    frustum: Tensor
+
+    def __init__(self, config: ViewTransformConfig, image_size: tuple[int, int]) -> None:
+        super().__init__()
+        if image_size[0] % STRIDE or image_size[1] % STRIDE:
+            raise BevctlError(f"image_size {tuple(image_size)} is not a multiple of {STRIDE}", "Change image_size.")
+        self.image_size = image_size
+        self.feature_size = (image_size[0] // STRIDE, image_size[1] // STRIDE)
+        self.channels = config.channels
+        depths = torch.arange(*config.dbound, dtype=torch.float64)
+        self.bins = len(depths)
+
+        bounds = torch.tensor([config.xbound, config.ybound, config.zbound], dtype=torch.float64)
+        low, high, cell = bounds.unbind(dim=1)
+        counts = ((high - low) / cell).round().long()
+        if counts.min() < 1 or counts[2] != 1:
+            raise BevctlError(
+                f"xbound, ybound and zbound give {counts.tolist()} cells; the view transform needs one in z",
+                "Let zbound span one cell, as in (-10, 10, 20).",
+            )
+        self.register_buffer("dx", cell.float())
+        self.register_buffer("bx", (low + cell / 2).float())
+        self.register_buffer("nx", counts)
+        self.register_buffer("frustum", frustum_grid(image_size, self.feature_size, depths))
+        self.grid = (int(counts[0]), int(counts[1]))
+        self.downsample = _downsample(config.channels) if config.downsample == 2 else nn.Identity()
+
+    def cells(self, calibration: Calibration) -> Tensor:
+        """(B, N, D, h, w) int64 cell of the splat grid that each bin of each feature cell lies in, or -1."""
+        points = frustum_to_lidar(self.frustum, calibration)
+        return bev_cells(points, self.bx - self.dx / 2, self.dx, self.nx)
+
+    def splat(self, logits: Tensor, calibration: Calibration) -> Tensor:
+        """(B, N, D + C, h, w) depth logits and context → (B, C, X, Y)."""
+        depth = logits[:, :, : self.bins].float().softmax(dim=2)
+        pooled = bev_pool(depth, logits[:, :, self.bins :], self.cells(calibration), self.grid)
+        down: Tensor = self.downsample(pooled)
+        return down
+
+    def check_features(self, features: Tensor) -> None:
+        """Raise ValueError unless `features` are (B, N, C, h, w) of the frustum's size."""
+        if features.dim() != 5 or tuple(features.shape[3:]) != self.feature_size:
+            raise ValueError(
+                f"features must be (B, N, C, {self.feature_size[0]}, {self.feature_size[1]}), "
+                f"got {tuple(features.shape)}"
+            )
+
+
+class LSSTransform(LiftSplat):
+    """Depth and context from image features alone."""
+
+    def __init__(self, config: ViewTransformConfig, image_size: tuple[int, int], in_channels: int) -> None:
+        super().__init__(config, image_size)
+        self.depthnet = nn.Conv2d(in_channels, self.bins + self.channels, 1)
+
+    def forward(
+        self,
+        features: Tensor,
+        points: list[Tensor] | None,  # noqa: ARG002 - the call of both transforms is the same
+        calibration: Calibration,
+    ) -> Tensor:
+        """(B, N, C, h, w) features → (B, C', X, Y); `points` are not used."""
+        self.check_features(features)
+        logits: Tensor = self.depthnet(features.flatten(0, 1))
+        return self.splat(logits.unflatten(0, features.shape[:2]), calibration)
+
+
+class DepthLSSTransform(LiftSplat):
+    """Depth and context from image features and the LiDAR depth seen in the image."""
+
+    def __init__(self, config: ViewTransformConfig, image_size: tuple[int, int], in_channels: int) -> None:
+        super().__init__(config, image_size)
+        self.dtransform = nn.Sequential(
+            *_conv_norm_act(1, 8, 1),
+            *_conv_norm_act(8, 32, 5, stride=4),
+            *_conv_norm_act(32, _DEPTH_CHANNELS, 5, stride=2),
+        )
+        self.depthnet = nn.Sequential(
+            *_conv_norm_act(_DEPTH_CHANNELS + in_channels, in_channels, 3),
+            *_conv_norm_act(in_channels, in_channels, 3),
+            nn.Conv2d(in_channels, self.bins + self.channels, 1),
+        )
+
+    def forward(
+        self,
+        features: Tensor,
+        points: list[Tensor] | None,
+        calibration: Calibration,
+        depth_raster: Tensor | None = None,
+    ) -> Tensor:
+        """(B, N, C, h, w) features and B × (P_i, F) points in the augmented LiDAR frame → (B, C', X, Y).
+
+        `depth_raster` (B, N, H, W), m, takes the place of the depth image that is made of the points.
+
+        Raises:
+            BevctlError: neither points nor a raster.
+        """
+        self.check_features(features)
+        if depth_raster is None:
+            if points is None:
+                raise BevctlError(
+                    "the depth_lss view transform got no LiDAR points",
+                    "Load points, or set model.camera.view.kind to lss.",
+                )
+            depth_raster = rasterize_depth(points, calibration, self.image_size)
+        depth = self.dtransform(depth_raster.flatten(0, 1)[:, None])
+        logits: Tensor = self.depthnet(torch.cat([depth, features.flatten(0, 1)], dim=1))
+        return self.splat(logits.unflatten(0, features.shape[:2]), calibration)
+
+
+def _conv_norm_act(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> list[nn.Module]:
+    conv = nn.Conv2d(in_channels, out_channels, kernel, stride, kernel // 2)
+    return [conv, nn.BatchNorm2d(out_channels), nn.ReLU(inplace=True)]
+
+
+def _downsample(channels: int) -> nn.Sequential:
+    """Three 3×3 convolutions, the middle one with stride 2."""
+    layers: list[nn.Module] = []
+    for stride in (1, 2, 1):
+        conv = nn.Conv2d(channels, channels, 3, stride, 1, bias=False)
+        layers += [conv, nn.BatchNorm2d(channels), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers)
+
+
+VIEW_TRANSFORMS: dict[str, type[DepthLSSTransform] | type[LSSTransform]] = {
+    "depth_lss": DepthLSSTransform,
+    "lss": LSSTransform,
+}
+
+
+def build_view_transform(
+    config: ViewTransformConfig, in_channels: int, image_size: tuple[int, int]
+) -> DepthLSSTransform | LSSTransform:
+    """The view transform that `config.kind` names."""
+    return VIEW_TRANSFORMS[config.kind](config, image_size, in_channels)
