@@ -20,9 +20,9 @@ def command() -> None:
 @click.pass_obj
 def show(console: Console, request: ConfigRequest, origin: bool) -> None:
     """Print CONFIG as it resolves: its base, the environment, --set and options applied."""
-    from bevctl.config.load import annotated_yaml, to_dict, to_yaml
+    from bevctl.config.render import annotated_yaml, to_dict, to_yaml
 
     loaded = request.load()
     origins = {key: str(value) for key, value in loaded.origins.items()}
-    console.result((annotated_yaml(loaded) if origin else to_yaml(loaded.config)).rstrip())
+    console.result((annotated_yaml(loaded.config, loaded.origins) if origin else to_yaml(loaded.config)).rstrip())
     console.document("config", {"config": to_dict(loaded.config), "origins": origins})

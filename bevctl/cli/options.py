@@ -18,13 +18,16 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
 from bevctl.console import Console
 from bevctl.errors import BevctlError
+
+if TYPE_CHECKING:
+    from bevctl.config.load import Loaded
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 
@@ -56,8 +59,8 @@ class ConfigRequest:
         self,
         options: Mapping[str, object] | None = None,
         fallback: Callable[[], str | Path | Mapping[str, Any] | None] | None = None,
-    ) -> Any:
-        """Resolve the config (`bevctl.config.load.Loaded`) and say its notes on stderr.
+    ) -> Loaded:
+        """Resolve the config and say its notes on stderr.
 
         `options` are further values by config key that rank as options; None stands for "not given".
         `fallback`: see `bevctl.config.load.load`. Raises BevctlError.

@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bevctl.config import schema
-from bevctl.config.load import annotated_yaml, from_dict, keys, load, to_dict, to_yaml
+from bevctl.config.layers import keys
+from bevctl.config.load import from_dict, load, to_dict, to_yaml
+from bevctl.config.render import annotated_yaml
 from bevctl.config.values import Spec, specs_of
 from bevctl.errors import BevctlError
 
@@ -120,7 +122,7 @@ def test_the_text_gives_every_value_once() -> None:
 def test_annotated_text_is_the_same_config_with_an_origin_a_value(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_text("train:\n  batch: 7\noptim:\n  groups: [{match: a}]\n")
     loaded = load(tmp_path / "my.yaml", sets=["seed=3"])
-    text = annotated_yaml(loaded)
+    text = annotated_yaml(loaded.config, loaded.origins)
     assert yaml.safe_load(text) == to_dict(loaded.config)
     lines = {line.split(":")[0].strip(): line for line in text.splitlines()}
     assert lines["batch"].endswith("my.yaml:2")
