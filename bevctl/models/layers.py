@@ -22,6 +22,7 @@ class ConvBlock(nn.Module):
         conv, norm = (nn.Conv1d, nn.BatchNorm1d) if dims == 1 else (nn.Conv2d, nn.BatchNorm2d)
         self.conv = conv(channels_in, channels, kernel, padding=kernel // 2, bias=False)
         self.bn = norm(channels)
+        init_convolutions(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C_in, …) → (B, C, …) of the same size."""
@@ -29,12 +30,10 @@ class ConvBlock(nn.Module):
 
 
 def init_convolutions(module: nn.Module) -> None:
-    """Kaiming-normal weights (fan out, ReLU) and zero biases in every dense convolution of `module`."""
+    """Kaiming-normal weights (fan out, ReLU) in the dense convolutions of `module`, all of them followed by a norm."""
     for layer in module.modules():
         if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.ConvTranspose2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
-            if layer.bias is not None:
-                nn.init.zeros_(layer.bias)
 
 
 def recompute(module: nn.Module, *args: Any, enabled: bool = True) -> Any:

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from bevctl.batch import Batch
 from bevctl.config.schema import MapHeadConfig
 from bevctl.models.box_coder import BevGrid
-from bevctl.models.layers import init_convolutions
 from bevctl.models.losses import sigmoid_focal_loss
 
 
@@ -36,7 +35,6 @@ class MapHead(nn.Module):
             nn.ReLU(True),
             nn.Conv2d(channels, len(self.classes), 1),
         )
-        init_convolutions(self)
 
     def forward(self, bev: Tensor) -> Tensor:
         """(B, C, X, Y) → (B, K, X', Y') float32 logits."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bevctl.models.layers import ConvBlock, init_convolutions
+from bevctl.models.layers import ConvBlock
 
 
 class GeneralizedLSSFPN(nn.Module):
@@ -24,7 +24,6 @@ class GeneralizedLSSFPN(nn.Module):
             [ConvBlock(fine + channels, channels, 1), ConvBlock(middle + coarse, channels, 1)]
         )
         self.fpn_convs = nn.ModuleList([ConvBlock(channels, channels, 3) for _ in range(2)])
-        init_convolutions(self)
 
     def forward(self, maps: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Three maps (B, C_i, h_i, w_i), finest first → two of `channels`, at the sizes of the first two."""

@@ -12,7 +12,7 @@ from bevctl.batch import Batch
 from bevctl.config.schema import ObjectHeadConfig
 from bevctl.errors import BevctlError
 from bevctl.models.box_coder import CODE_WEIGHTS, BevGrid, decode
-from bevctl.models.layers import ConvBlock, init_convolutions
+from bevctl.models.layers import ConvBlock
 from bevctl.models.losses import gaussian_focal_loss, sigmoid_focal_loss
 from bevctl.models.query_decoder import QueryDecoderLayer
 from bevctl.models.targets import heatmap_targets, query_targets
@@ -64,11 +64,10 @@ class TransFusionHead(nn.Module):
         self.prediction_heads = nn.ModuleList(
             [nn.ModuleDict({name: _branch(hidden, width) for name, width in (BRANCHES | {"heatmap": classes}).items()})]
         )
-        self._init_weights()
+        self._init_classifiers()
 
-    def _init_weights(self) -> None:
-        """Kaiming convolutions, and the prior on both classifiers, which upstream's code defines but never sets."""
-        init_convolutions(self)
+    def _init_classifiers(self) -> None:
+        """The prior on both classifiers, which upstream's code defines but never sets; loading weights replaces it."""
         for name in ("heatmap_head.1", "prediction_heads.0.heatmap.1"):
             nn.init.normal_(self.get_parameter(f"{name}.weight"), std=0.01)
             nn.init.constant_(self.get_parameter(f"{name}.bias"), PRIOR_BIAS)

@@ -1,0 +1,136 @@
+"""BEVFusion (Liu et al., ICRA 2023): sensors into one bird's-eye view, and tasks out of it.
+
+Module names, and so state-dict keys, are those of mit-bevfusion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from bevctl.batch import Batch, Calibration, Predictions
+from bevctl.errors import BevctlError, ExitCode
+from bevctl.models.bev_decoder import BevDecoder, ConvFuser
+from bevctl.models.image_backbone import TimmBackbone
+from bevctl.models.layers import recompute
+from bevctl.models.lidar import VoxelLidarEncoder
+from bevctl.models.map_head import MapHead
+from bevctl.models.neck import GeneralizedLSSFPN
+from bevctl.models.swin import SwinTransformer
+from bevctl.models.transfusion import TransFusionHead
+from bevctl.models.view_transform import DepthLSSTransform, LSSTransform
+
+IMAGE_MEAN = (0.485, 0.456, 0.406)
+IMAGE_STD = (0.229, 0.224, 0.225)
+
+
+class CameraEncoder(nn.Module):
+    """Images to the bird's-eye view; `checkpointing` recomputes the view transform in the backward pass."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self,
+        backbone: SwinTransformer | TimmBackbone,
+        neck: GeneralizedLSSFPN,
+        vtransform: DepthLSSTransform | LSSTransform,
+        checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.neck = neck
+        self.vtransform = vtransform
+        self.checkpointing = checkpointing
+        self.register_buffer("mean", torch.tensor(IMAGE_MEAN).view(3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(IMAGE_STD).view(3, 1, 1), persistent=False)
+
+    def forward(self, images: Tensor, points: list[Tensor] | None, calibration: Calibration) -> Tensor:
+        """(B, N, 3, H, W) images, uint8 RGB or already normalised → (B, C, X, Y)."""
+        batch, cameras = images.shape[:2]
+        maps = self.backbone(self._normalised(images.flatten(0, 1)))
+        features = self.neck(maps)[0].unflatten(0, (batch, cameras))
+        bev: Tensor = recompute(self.vtransform, features, points, calibration, enabled=self.checkpointing)
+        return bev
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        if images.dtype != torch.uint8:
+            return images
+        return (images.float() / 255 - self.mean) / self.std
+
+
+class BEVFusion(nn.Module):
+    """Any of camera and LiDAR, any of detection and map.
+
+    `fuser` joins two sensors and is None for one. `checkpoint_lidar` recomputes the LiDAR branch in the backward pass.
+    """
+
+    def __init__(
+        self,
+        encoders: Mapping[str, CameraEncoder | VoxelLidarEncoder],
+        fuser: ConvFuser | None,
+        decoder: BevDecoder,
+        heads: Mapping[str, TransFusionHead | MapHead],
+        checkpoint_lidar: bool = False,
+    ) -> None:
+        super().__init__()
+        self.encoders = nn.ModuleDict(encoders)
+        self.fuser = fuser
+        self.decoder = decoder
+        self.heads = nn.ModuleDict(heads)
+        self.checkpoint_lidar = checkpoint_lidar
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        """Scalars: weighted losses, whose sum is the loss of the step, under `loss/<task>/…`, and `stats/<task>/…`.
+
+        Raises BevctlError where the batch lacks a sensor that the model reads.
+        """
+        bev = self._bev(batch)
+        values: dict[str, Tensor] = {}
+        for head in self._heads().values():
+            values |= head.loss(head(bev), batch)
+        return values
+
+    @torch.no_grad()
+    def predict(self, batch: Batch) -> Predictions:
+        """What the model sees in a batch, which may be empty."""
+        heads = self._heads()
+        if batch.size == 0:
+            nothing: list[Tensor] | None = [] if "object" in heads else None
+            return Predictions(nothing, nothing, nothing)
+        bev = self._bev(batch)
+        found: dict[str, list[Tensor]] = {}
+        bev_map = None
+        for head in heads.values():
+            if isinstance(head, TransFusionHead):
+                found = dict(zip(("boxes", "scores", "labels"), head.predict(head(bev)), strict=True))
+            else:
+                bev_map = head.predict(head(bev))
+        return Predictions(**found, bev_map=bev_map)
+
+    def _heads(self) -> dict[str, TransFusionHead | MapHead]:
+        return cast("dict[str, TransFusionHead | MapHead]", dict(self.heads.items()))
+
+    def _bev(self, batch: Batch) -> Tensor:
+        """(B, C, X, Y) map that the heads read."""
+        maps = [self._encode(sensor, batch) for sensor in self.encoders]
+        fused = maps[0] if self.fuser is None else self.fuser(maps)
+        bev: Tensor = self.decoder(fused)
+        return bev
+
+    def _encode(self, sensor: str, batch: Batch) -> Tensor:
+        encoder = self.encoders[sensor]
+        if sensor == "camera" and batch.images is not None:
+            encoded: Tensor = encoder(batch.images, batch.points, batch.calibration)
+        elif sensor == "lidar" and batch.points is not None:
+            encoded = recompute(encoder, batch.points, enabled=self.checkpoint_lidar)
+        else:
+            raise BevctlError(
+                f"The model reads {sensor} data, but the batch has none.",
+                f"Train with model.{sensor}=null, or load that sensor.",
+                ExitCode.RUN_FAILED,
+            )
+        return encoded
