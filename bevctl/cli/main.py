@@ -18,7 +18,10 @@ from bevctl.console import Console
 from bevctl.errors import BevctlError, ExitCode, did_you_mean
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("bevctl.cli.train", "Train a model, or continue a run."),
+    "eval": ("bevctl.cli.eval", "Score a checkpoint: mAP, NDS, map IoU; submission file, pictures."),
     "data": ("bevctl.cli.data", "Make, prepare and check data sets in nuScenes format."),
+    "memory": ("bevctl.cli.memory", "Count the parameters of a model, by part."),
     "config": ("bevctl.cli.config", "Show the resolved config and where its values come from."),
 }
 """Name → (module with `command`, one line of help). A module is imported when its command runs."""

@@ -24,7 +24,9 @@ from bevctl.files import atomic_path
 from bevctl.geometry import invert_rigid
 
 MIN_SCORE = 0.2
-"""Predictions below this are not drawn."""
+"""Predictions below this are not drawn, unless none reaches it."""
+FALLBACK = 10
+"""How many of the best are drawn then."""
 
 
 def spread(samples: Sequence[SampleInfo], count: int) -> tuple[SampleInfo, ...]:
@@ -53,12 +55,14 @@ def write_pictures(
 
 def draw_result(sample: SampleInfo, result: SampleResult, config: Config, min_score: float = MIN_SCORE) -> Image.Image:
     """The picture of one sample: its files, what the model said and what is annotated."""
-    predictions = _predictions(result.objects, config.data.classes, min_score)
+    predictions = chosen_predictions(result.objects, config.data.classes, min_score)
     truth = _annotations(sample, config.data.classes)
     bev_map = None
     if result.bev_map is not None:
         bev_map = DrawnMap(config.data.map_classes, result.bev_map, result.true_map)
-    said = f"{len(predictions)} predictions with a score from {min_score:g}"
+    assert predictions.scores is not None
+    lowest = min(min_score, *predictions.scores) if len(predictions) else min_score
+    said = f"{len(predictions)} predictions with a score from {lowest:.2g}"
     return draw_sample(
         f"sample {sample.token}  ·  {said}  ·  {len(truth)} annotated boxes",
         dict(_views(sample, Path(config.data.root))),
@@ -70,10 +74,14 @@ def draw_result(sample: SampleInfo, result: SampleResult, config: Config, min_sc
     )
 
 
-def _predictions(objects: Objects | None, classes: Sequence[str], min_score: float) -> DrawnBoxes:
+def chosen_predictions(objects: Objects | None, classes: Sequence[str], min_score: float) -> DrawnBoxes:
+    """The predictions to draw: from `min_score` on, or the `FALLBACK` best where none reaches it."""
     if objects is None:
         return DrawnBoxes(np.zeros((0, 9)), (), np.zeros(0))
-    kept = np.flatnonzero(objects.usable() & (objects.scores >= min_score))
+    usable = np.flatnonzero(objects.usable())
+    best = usable[np.argsort(-objects.scores[usable], kind="stable")]
+    kept = best[objects.scores[best] >= min_score]
+    kept = kept if len(kept) else best[:FALLBACK]
     names = tuple(classes[label] for label in objects.labels[kept])
     return DrawnBoxes(objects.boxes[kept], names, objects.scores[kept])
 

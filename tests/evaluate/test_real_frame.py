@@ -14,7 +14,7 @@ from bevctl.data.index import SampleInfo, read_info
 from bevctl.evaluate.detection import evaluate_detection, recall_within
 from bevctl.evaluate.results import Objects, SampleResult
 from bevctl.evaluate.run import Evaluation
-from bevctl.evaluate.show import write_pictures
+from bevctl.evaluate.show import chosen_predictions, write_pictures
 from tests.models.nano import with_value
 
 CONFIG = Config()
@@ -67,3 +67,13 @@ def test_a_picture_is_drawn_from_the_files(frame: SampleInfo, shared: Path, tmp_
     assert list(write_pictures(tmp_path / "out", evaluation, [frame, unread], config)) == [
         tmp_path / "out" / f"{frame.token}.png"
     ]
+
+
+def test_weak_predictions_are_drawn_where_there_are_no_others(frame: SampleInfo) -> None:
+    found = as_predictions(frame)
+    strong = chosen_predictions(found, OBJECT_CLASSES, 0.7)
+    assert strong.scores is not None
+    assert 0 < len(strong) < len(found.scores)
+    assert strong.scores.min() >= 0.7
+    assert len(chosen_predictions(found, OBJECT_CLASSES, 0.95)) == 10
+    assert len(chosen_predictions(None, OBJECT_CLASSES, 0.2)) == 0

@@ -1,0 +1,95 @@
+"""From a config and a checkpoint to an evaluation: data, model, weights, precision, ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from bevctl.config.schema import Config
+from bevctl.console import Console
+from bevctl.data.index import SampleInfo
+from bevctl.data.loader import make_loader
+from bevctl.data.nuscenes import NuScenesDataset
+from bevctl.engine.checkpoint import load_state, read_checkpoint
+from bevctl.engine.dist import World, process_group, select_device
+from bevctl.engine.precision import keep_fp32, resolve_precision
+from bevctl.evaluate.run import Evaluation, evaluate_model
+from bevctl.evaluate.show import spread
+from bevctl.models.build import build_model
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """An evaluation and the samples it is about."""
+
+    evaluation: Evaluation
+    samples: tuple[SampleInfo, ...]
+    shown: tuple[SampleInfo, ...]
+    """Those to draw, whose maps were kept."""
+
+
+def evaluate_checkpoint(config: Config, checkpoint: Path, world: World, console: Console, show: int = 0) -> Evaluated:
+    """Evaluate a checkpoint of any known layout on the config's evaluation split; every rank calls it.
+
+    `show` samples are chosen for pictures. Raises BevctlError for unusable data, checkpoint or device.
+    """
+    say = console.info if world.is_main else console.detail
+    device = select_device(config.device, world)
+    precision = resolve_precision(config.precision.dtype, device)
+    dataset = NuScenesDataset(config, "val")
+    for note in dataset.notes:
+        say(note)
+    model = build_model(config)
+    _load(model, checkpoint, console, world)
+    keep_fp32(model, config.precision.fp32_modules, device.type)
+    loader = make_loader(
+        dataset,
+        batch=config.train.batch,
+        workers=config.train.workers,
+        epoch=0,
+        seed=config.seed,
+        rank=world.rank,
+        world=world.size,
+        shuffle=False,
+        drop_last=False,
+        pin=device.type == "cuda",
+    )
+    shown = spread(dataset.info.samples, show)
+    say(f"Evaluating {len(dataset)} samples of {dataset.info.path} in {precision.name.upper()} on {device}.")
+    with process_group(world, device), console.progress(len(dataset) // world.size, "evaluating") as progress:
+        evaluation = evaluate_model(
+            model.to(device),
+            loader,
+            dataset.info,
+            config,
+            device=device,
+            autocast=precision.autocast,
+            rank=world.rank,
+            world=world.size,
+            progress=progress if world.is_main else None,
+            keep_maps={sample.token for sample in shown},
+        )
+    return Evaluated(evaluation, dataset.info.samples, shown)
+
+
+def _load(model: nn.Module, path: Path, console: Console, world: World) -> None:
+    """The checkpoint's weights; of a run that averaged them, the average, which is what its training evaluated."""
+    checkpoint = read_checkpoint(path)
+    report = load_state(model, checkpoint)
+    average = checkpoint.content.get("ema")
+    if isinstance(average, Mapping):
+        model.load_state_dict(average, strict=False)
+    if not world.is_main:
+        return
+    for sentence in report.sentences():
+        console.info(sentence)
+    if isinstance(average, Mapping):
+        console.info("These are the averaged weights (EMA) of the checkpoint.")
+    if report.missing or report.mismatched:
+        count = len(report.missing) + len(report.mismatched)
+        console.warn(
+            f"{count} entries of the model are not in {path} and keep their random values: CONFIG may be wrong."
+        )
