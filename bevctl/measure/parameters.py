@@ -1,0 +1,34 @@
+"""Trainable parameters of the model that a config describes."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from bevctl.config.schema import Config
+from bevctl.models.build import build_model, trainable_parameters
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Trainable parameters: their number, and the number of each part by the prefix of its names."""
+
+    trainable: int
+    by_part: dict[str, int]
+
+
+def count_parameters(config: Config) -> ParameterCounts:
+    """Count the trainable parameters of `config`'s model, which is built on the CPU; its weights file is not read.
+
+    Raises BevctlError as `build_model` does.
+    """
+    by_part = trainable_parameters(build_model(_without_weights(config)))
+    return ParameterCounts(sum(by_part.values()), by_part)
+
+
+def _without_weights(config: Config) -> Config:
+    camera = config.model.camera
+    if camera is None or camera.pretrained is None:
+        return config
+    model = dataclasses.replace(config.model, camera=dataclasses.replace(camera, pretrained=None))
+    return dataclasses.replace(config, model=model)
