@@ -136,6 +136,7 @@ class Console:
         self.debug = debug
         self.documents = 0
         """JSON documents printed so far."""
+        self._live: _SafeRich | None = None
 
     @property
     def is_terminal(self) -> bool:
@@ -198,8 +199,13 @@ class Console:
         if self.quiet:
             yield _Silent()
         elif self.is_terminal:
-            with _Bar(self._rich(self.stderr), total, description) as bar:
-                yield bar
+            # What is said meanwhile goes through the bar's own console, which prints it above the bar.
+            self._live = self._rich(self.stderr)
+            try:
+                with _Bar(self._live, total, description) as bar:
+                    yield bar
+            finally:
+                self._live = None
         else:
             yield _Lines(self, total, description)
 
@@ -210,6 +216,8 @@ class Console:
         self.stderr.flush()
 
     def _rich(self, stream: TextIO) -> _SafeRich:
+        if self._live is not None and stream is self.stderr:
+            return self._live
         terminal = _is_terminal(stream)
         return _SafeRich(
             file=stream,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bevctl.console import Console, strict_json
+from bevctl.console import Console, Progress, strict_json
 from bevctl.engine.checkpoint import Shelf
 from bevctl.engine.dist import World, on_main
 from bevctl.engine.guard import nonfinite_terms
@@ -61,6 +62,7 @@ class RunJournal:
         self.meta = meta
         self.evaluate = evaluate
         self.last_checkpoint: Path | None = None
+        self._bar: tuple[contextlib.ExitStack, Progress] | None = None
 
     def event(self, kind: str, message: str, **data: Any) -> None:
         """Notes something that happened once, in the files and on the console."""
@@ -71,18 +73,36 @@ class RunJournal:
     def step(self, outcome: StepOutcome) -> None:
         if self.writer is None:
             return
-        record = outcome.record
+        record = outcome.record if self.state.half else replace(outcome.record, loss_scale=None)
         inner = (record.iter - 1) % self.iters_per_epoch + 1
         line = self.writer.step(record, inner, self.iters_per_epoch)
         if line is not None:
             self.console.info(line.replace("\t", "  "))
+        self._advance_bar(record.epoch, inner)
         if outcome.skipped:
             message = (
-                f"Iteration {record.iter} skipped: gradients not finite at loss scale {record.loss_scale:.10g}; "
-                f"{nonfinite_terms(outcome)}"
+                f"Iteration {record.iter} skipped: gradients not finite at loss scale "
+                f"{outcome.record.loss_scale:.10g}; {nonfinite_terms(outcome)}"
             )
-            data = {"tokens": list(outcome.tokens), "loss_scale": record.loss_scale}
+            data = {"tokens": list(outcome.tokens), "loss_scale": outcome.record.loss_scale}
             self.writer.event(EventRecord("skipped_step", message, time.time(), record.iter, record.epoch, data))
+
+    def _advance_bar(self, epoch: int, inner: int) -> None:
+        """One bar an epoch, on a terminal; elsewhere the text lines show how far the run is."""
+        if not self.console.is_terminal:
+            return
+        if self._bar is None:
+            stack = contextlib.ExitStack()
+            left = self.iters_per_epoch - inner + 1
+            self._bar = stack, stack.enter_context(self.console.progress(left, f"epoch {epoch}"))
+        self._bar[1].advance()
+        if inner == self.iters_per_epoch:
+            self.close_bar()
+
+    def close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar[0].close()
+            self._bar = None
 
     def measured(self, counter: MatmulCounter) -> None:
         scale = self.state.scaler.value.item()

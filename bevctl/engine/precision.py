@@ -73,24 +73,29 @@ def resolve_precision(requested: str, device: torch.device) -> Precision:
 def keep_fp32(model: nn.Module, patterns: Sequence[str], device_type: str) -> list[str]:
     """Makes the modules whose name matches one of `patterns` (fnmatch) compute in FP32 under autocast.
 
-    Returns the matched names. The modules' `forward` is wrapped in place.
+    Returns the matched names, without those inside another match. The modules' `forward` is wrapped in place.
 
     Raises:
         BevctlError: a pattern matches no module.
     """
     names = [name for name, _ in model.named_modules() if name]
-    matched: dict[str, None] = {}
+    matched: list[str] = []
     for pattern in patterns:
         found = fnmatch.filter(names, pattern)
         if not found:
             raise BevctlError(
                 f"precision.fp32_modules: {pattern!r} matches no module of this model.", _nearest(pattern, names)
             )
-        matched.update(dict.fromkeys(found))
-    for name in matched:
+        matched += found
+    outermost = [name for name in names if name in matched and not _has_ancestor(name, matched)]
+    for name in outermost:
         module = model.get_submodule(name)
         module.forward = _in_fp32(module.forward, device_type)
-    return list(matched)
+    return outermost
+
+
+def _has_ancestor(name: str, others: Sequence[str]) -> bool:
+    return any(name.startswith(f"{other}.") for other in others)
 
 
 def _nearest(pattern: str, names: Sequence[str]) -> str:

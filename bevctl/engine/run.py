@@ -248,6 +248,7 @@ def _fit(trainer: Trainer, journal: RunJournal) -> ExitCode:
         message = f"{type(error).__name__}: {error}"
         raise
     finally:
+        journal.close_bar()
         if journal.writer is not None:
             journal.event("end", f"{message} (iteration {trainer.iteration})", status=status)
             journal.writer.update(status=status, ended=time.time(), iter=trainer.iteration)

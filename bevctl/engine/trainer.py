@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -146,7 +147,7 @@ class Trainer:
         """Lists of `accumulate` batches, one list an optimizer step."""
         batches = iter(self.loader_for(epoch, inner * self.plan.accumulate))
         while True:
-            group = [batch for batch, _ in zip(batches, range(self.plan.accumulate), strict=False)]
+            group = list(itertools.islice(batches, self.plan.accumulate))
             if len(group) < self.plan.accumulate:
                 return
             yield group

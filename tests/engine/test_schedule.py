@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bevctl.config.schema import OptimConfig
+from bevctl.engine.schedule import Schedule, peak_lr
+from bevctl.errors import BevctlError
+
+
+def test_cosine_falls_from_one_to_min_ratio() -> None:
+    schedule = Schedule(OptimConfig(warmup=0, min_ratio=0.1), total=100)
+    assert schedule.lr_factor(0) == 1.0
+    assert schedule.lr_factor(50) == pytest.approx(0.55)
+    assert schedule.lr_factor(100) == pytest.approx(0.1)
+
+
+def test_warmup_is_linear_from_its_ratio_and_multiplies_the_cosine() -> None:
+    schedule = Schedule(OptimConfig(warmup=10, warmup_ratio=0.5, schedule="constant"), total=100)
+    assert [schedule.lr_factor(i) for i in (0, 5, 10)] == pytest.approx([0.5, 0.75, 1.0])
+    cosine = Schedule(OptimConfig(warmup=10, warmup_ratio=0.5), total=100)
+    plain = Schedule(OptimConfig(warmup=0), total=100)
+    assert cosine.lr_factor(5) == pytest.approx(0.75 * plain.lr_factor(5))
+
+
+def test_cyclic_rises_to_its_peak_and_ends_low() -> None:
+    schedule = Schedule(OptimConfig(schedule="cyclic", warmup=0), total=1000)
+    assert schedule.lr_factor(0) == pytest.approx(1.0)
+    assert schedule.lr_factor(200) == pytest.approx(5.5)
+    assert schedule.lr_factor(400) == pytest.approx(10.0)
+    assert schedule.lr_factor(1000) == pytest.approx(1e-4)
+
+
+def test_cyclic_momentum_dips_at_the_peak_of_the_cycle() -> None:
+    schedule = Schedule(OptimConfig(cyclic_momentum=True), total=1000)
+    assert [schedule.beta1_factor(i) for i in (0, 400, 1000)] == pytest.approx([1.0, 0.85 / 0.95, 1.0])
+    assert Schedule(OptimConfig(), total=1000).beta1_factor(400) == 1.0
+
+
+@given(
+    kind=st.sampled_from(["cosine", "cyclic", "constant"]),
+    total=st.integers(1, 10_000),
+    fraction=st.floats(0, 1),
+    warmup=st.integers(0, 2000),
+)
+def test_factors_stay_between_their_bounds(kind: str, total: int, fraction: float, warmup: int) -> None:
+    optim = OptimConfig(schedule=kind, warmup=warmup)
+    factor = Schedule(optim, total).lr_factor(int(fraction * total))
+    highest = optim.cyclic_peak if kind == "cyclic" else 1.0
+    assert 0.0 < factor <= highest + 1e-9
+
+
+def test_a_longer_epoch_keeps_the_rate_at_the_same_fraction() -> None:
+    short, long = (Schedule(OptimConfig(warmup=0), total) for total in (100, 400))
+    assert short.lr_factor(25) == pytest.approx(long.lr_factor(100))
+
+
+def test_rules_scale_from_the_base() -> None:
+    optim = OptimConfig(lr=1.0, base_batch=8, base_lr=2e-5)
+    assert peak_lr(optim, 32)[0] == 1.0
+    assert peak_lr(dataclasses.replace(optim, lr_scaling="linear"), 32)[0] == pytest.approx(8e-5)
+    value, sentence = peak_lr(dataclasses.replace(optim, lr_scaling="sqrt"), 32)
+    assert value == pytest.approx(4e-5)
+    assert value == pytest.approx(2e-5 * math.sqrt(4))
+    assert "4e-05" in sentence
+    assert "sqrt rule from 2e-05 at batch 8" in sentence
+
+
+def test_a_rule_without_a_base_is_refused() -> None:
+    with pytest.raises(BevctlError, match="base_batch"):
+        peak_lr(OptimConfig(lr_scaling="linear"), 8)
