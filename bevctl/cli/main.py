@@ -93,6 +93,9 @@ program.params.extend(common_options(click.Command("common")).params)
 
 def main() -> None:
     """Entry point of the `bevctl` script."""
+    # A stream that was closed before the start (`>&-`) is None.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -140,9 +143,16 @@ def _fail(error: Exception, command: str, console: Console) -> int:
     shown = _as_bevctl_error(error)
     console.error(shown.message, shown.hint)
     if console.json and not console.documents:
-        body = {"error": {"code": int(shown.code), "message": shown.message, "hint": shown.hint}}
-        console.document(command, body, status="error")
+        _document_error(shown, command, console)
     return shown.code
+
+
+def _document_error(error: BevctlError, command: str, console: Console) -> None:
+    body = {"error": {"code": int(error.code), "message": error.message, "hint": error.hint}}
+    try:
+        console.document(command, body, status="error")
+    except OSError:
+        _drop_output(console)  # stdout itself is what failed; stderr has said so
 
 
 def _as_bevctl_error(error: Exception) -> BevctlError:

@@ -186,6 +186,17 @@ def test_as_a_process_it_survives_a_reader_that_leaves() -> None:
     assert done.stderr == b""
 
 
+@pytest.mark.parametrize(
+    ("redirection", "code"), [(">/dev/full", 4), ("--json >/dev/full", 4), (">&-", 0), (">&- 2>&-", 0)]
+)
+def test_as_a_process_it_survives_a_stdout_that_takes_nothing(redirection: str, code: int) -> None:
+    script = f"{sys.executable} -m bevctl config show tiny {redirection}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+    assert ("No space left on device" in done.stderr) is (code == 4)
+
+
 def test_as_a_process_it_writes_to_an_ascii_terminal() -> None:
     done = bevctl_process("config", "show", "tiny", "--set", "name=größe", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert done.returncode == 0
