@@ -16,6 +16,7 @@ from bevctl.errors import BevctlError
 
 MAX_BYTES = 256 * 1024
 """A config is a page of text; what is larger is another kind of file."""
+NULLS = ("", "~", "null", "Null", "NULL")
 _MAP = "tag:yaml.org,2002:map"
 _STR = "tag:yaml.org,2002:str"
 
@@ -66,9 +67,12 @@ def _compose(data: bytes | str, where: str) -> Node | None:
 
 
 def value_node(text: str) -> Node:
-    """The node of the value in `key=value`: a YAML scalar, `[list]` or `{mapping}`, otherwise the text itself."""
+    """The node of the value in `key=value`: a YAML scalar, `[list]` or `{mapping}`, otherwise the text itself.
+
+    Python's None, which other launchers write, is null.
+    """
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader) or ScalarNode(_STR, "")
+        node = yaml.compose("null" if text == "None" else text, Loader=yaml.SafeLoader) or ScalarNode(_STR, "")
     except (yaml.YAMLError, RecursionError, ValueError):
         node = None
     # `2.5:` and `- a` are texts here, not the block mapping and list that YAML sees.
@@ -119,7 +123,7 @@ def line_of(node: Node) -> int:
 
 def is_null(node: Node) -> bool:
     """Whether the node is an unquoted null."""
-    return isinstance(node, ScalarNode) and node.style is None and node.value in ("", "~", "null", "Null", "NULL")
+    return isinstance(node, ScalarNode) and node.style is None and node.value in NULLS
 
 
 def packaged_folder() -> Path:

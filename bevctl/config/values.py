@@ -104,6 +104,7 @@ def _union(node: Node, members: tuple[Any, ...], spec: Spec, where: str) -> Any:
 
 
 def _sequence(node: Node, arguments: tuple[Any, ...], spec: Spec, where: str) -> tuple[Any, ...]:
+    node = _listed(node)
     free = len(arguments) == 2 and arguments[1] is Ellipsis
     if not isinstance(node, SequenceNode) or (not free and len(node.value) != len(arguments)):
         raise Mismatch("a list" if free else f"a list of {len(arguments)} values")
@@ -112,6 +113,13 @@ def _sequence(node: Node, arguments: tuple[Any, ...], spec: Spec, where: str) ->
         return tuple(_typed(item, hint, spec, where) for item, hint in zip(node.value, hints, strict=True))
     except Mismatch as wrong:
         raise Mismatch(f"a list in which each value is {wrong}") from None
+
+
+def _listed(node: Node) -> Node:
+    """A list written as the command lines of mmcv and torchpack allow: `1,2` or `(1, 2)`."""
+    if isinstance(node, ScalarNode) and node.style is None and "," in node.value:
+        return document.value_node(f"[{node.value.strip().removeprefix('(').removesuffix(')')}]")
+    return node
 
 
 def _element(node: Node, section: type, where: str) -> Any:
