@@ -12,6 +12,7 @@ from bevctl.batch import Batch
 from bevctl.config.schema import MapHeadConfig
 from bevctl.models.box_coder import BevGrid
 from bevctl.models.losses import sigmoid_focal_loss
+from bevctl.ops.resample import linear_weights, resample
 
 
 class MapHead(nn.Module):
@@ -20,12 +21,18 @@ class MapHead(nn.Module):
     `grid` gives the cells of the input map, `config.xbound` and `config.ybound` those of the output.
     """
 
-    sample_points: Tensor
+    rows: Tensor
+    columns: Tensor
 
     def __init__(self, config: MapHeadConfig, channels: int, classes: Sequence[str], grid: BevGrid) -> None:
         super().__init__()
         self.config, self.classes = config, tuple(classes)
-        self.register_buffer("sample_points", _sample_points(config, grid), persistent=False)
+        rows, columns = (
+            _resampling(*axis)
+            for axis in zip((config.xbound, config.ybound), grid.lower, grid.cell, grid.shape, strict=True)
+        )
+        self.register_buffer("rows", rows, persistent=False)
+        self.register_buffer("columns", columns, persistent=False)
         self.classifier = nn.Sequential(
             nn.Conv2d(channels, channels, 3, padding=1, bias=False),
             nn.BatchNorm2d(channels),
@@ -38,9 +45,7 @@ class MapHead(nn.Module):
 
     def forward(self, bev: Tensor) -> Tensor:
         """(B, C, X, Y) → (B, K, X', Y') float32 logits."""
-        points = self.sample_points.expand(len(bev), -1, -1, -1)
-        resampled = F.grid_sample(bev.float(), points, mode="bilinear", padding_mode="zeros", align_corners=False)
-        logits: Tensor = self.classifier(resampled.to(bev.dtype))
+        logits: Tensor = self.classifier(resample(bev, self.rows, self.columns))
         return logits.float()
 
     def loss(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
@@ -61,12 +66,8 @@ class MapHead(nn.Module):
         return logits.sigmoid()
 
 
-def _sample_points(config: MapHeadConfig, grid: BevGrid) -> Tensor:
-    """(1, X', Y', 2) centres of the output's cells, (y, x) as grid_sample wants them, −1…1 over the input's extent."""
-    axes = []
-    for bound, lower, upper in zip((config.xbound, config.ybound), grid.lower, grid.upper, strict=True):
-        low, high, step = bound
-        centres = low + step * (torch.arange(round((high - low) / step)) + 0.5)
-        axes.append((centres - lower) / (upper - lower) * 2 - 1)
-    x, y = torch.meshgrid(*axes, indexing="ij")
-    return torch.stack([y, x], dim=-1)[None]
+def _resampling(bound: tuple[float, float, float], lower: float, cell: float, cells: int) -> Tensor:
+    """(n, cells) weights that read the input map along one axis at the n cell centres of the output."""
+    low, high, step = bound
+    centres = low + step * (torch.arange(round((high - low) / step)) + 0.5)
+    return linear_weights((centres - lower) / cell - 0.5, cells)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from bevctl.models.layers import ConvBlock
+from bevctl.ops.resample import resize
 
 
 class GeneralizedLSSFPN(nn.Module):
@@ -32,6 +32,6 @@ class GeneralizedLSSFPN(nn.Module):
         return self._merge(0, fine, middle), middle
 
     def _merge(self, level: int, fine: Tensor, coarse: Tensor) -> Tensor:
-        resized = F.interpolate(coarse, size=fine.shape[-2:], mode="bilinear", align_corners=False)
-        merged: Tensor = self.fpn_convs[level](self.lateral_convs[level](torch.cat([fine, resized], dim=1)))
+        stretched = resize(coarse, (fine.shape[2], fine.shape[3]))
+        merged: Tensor = self.fpn_convs[level](self.lateral_convs[level](torch.cat([fine, stretched], dim=1)))
         return merged

@@ -50,6 +50,8 @@ class TransFusionHead(nn.Module):
     peaks side by side.
     """
 
+    code_weights: Tensor
+
     def __init__(
         self, config: ObjectHeadConfig, channels_in: int, classes: int, grid: BevGrid, single_cell: tuple[int, ...]
     ) -> None:
@@ -64,6 +66,7 @@ class TransFusionHead(nn.Module):
         self.prediction_heads = nn.ModuleList(
             [nn.ModuleDict({name: _branch(hidden, width) for name, width in (BRANCHES | {"heatmap": classes}).items()})]
         )
+        self.register_buffer("code_weights", torch.tensor(CODE_WEIGHTS), persistent=False)
         self._init_classifiers()
 
     def _init_classifiers(self) -> None:
@@ -125,7 +128,7 @@ class TransFusionHead(nn.Module):
             targets = query_targets(outputs.codes, outputs.logits, batch.boxes, batch.labels, self.grid)
             average = max(targets.positives, 1)
             classes = (sigmoid_focal_loss(outputs.logits, targets.classes) * annotated).sum() / average
-            weight = targets.code_mask * annotated * targets.codes.new_tensor(CODE_WEIGHTS)
+            weight = targets.code_mask * annotated * self.code_weights
             box = ((outputs.codes - targets.codes).abs() * weight).sum() / average
             config = self.config
             return {
