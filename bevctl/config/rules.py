@@ -13,6 +13,7 @@ IMAGE_STRIDE = 32
 """Stride of the last stage of the image backbone."""
 PARTS = ("camera", "lidar", "decoder")
 METRICS = ("", "mAP", "NDS", "mIoU")
+_MOST_CELLS = 1e6
 _WHOLE = 1e-3
 """How far a count of cells may be from a whole number; covers decimal cell sizes such as 0.075."""
 
@@ -148,7 +149,9 @@ def _axes(model: ModelConfig) -> Iterator[Problem]:
 def _cells(low: float, high: float, step: float) -> int | None:
     """Whole cells from low to high, None where there is a rest."""
     count = (high - low) / step
-    return round(count) if count >= 0.5 and abs(count - round(count)) < _WHOLE else None
+    if not 0.5 <= count < _MOST_CELLS:
+        return None
+    return round(count) if abs(count - round(count)) < _WHOLE else None
 
 
 def _voxels(lidar: LidarConfig, bounds: Sequence[float]) -> Iterator[Problem]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bevctl.config import document
 from bevctl.config.load import DEFAULT, Given, Loaded, load
@@ -217,6 +221,38 @@ def test_a_value_of_the_wrong_kind_is_shown_with_its_line(write: Write, text: st
 )
 def test_a_file_that_is_no_config_gets_one_sentence(write: Write, content: bytes, message: str) -> None:
     assert refused(write(content)).message.startswith(message)
+
+
+def attempt(path: Path) -> None:
+    """Load a config that may be wrong; anything but a config or a BevctlError fails the test."""
+    with suppress(BevctlError):
+        load(path)
+
+
+@settings(max_examples=60)
+@given(data=st.binary(max_size=60))
+def test_any_bytes_are_a_config_or_an_error(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.mktemp("fuzz") / "my.yaml"
+    path.write_bytes(data)
+    attempt(path)
+
+
+words = st.sampled_from(
+    ["null", "-1", "0", "1e-320", "9" * 5000, "[]", "{}", "[1, 2, 3]", "x", "'", "&a *a", "true", ".inf"]
+)
+
+
+@settings(max_examples=150)
+@given(choice=st.integers(0, 10**6), word=words)
+def test_any_value_replaced_is_a_config_or_an_error(
+    tmp_path_factory: pytest.TempPathFactory, choice: int, word: str
+) -> None:
+    text = document.packaged_folder().joinpath("tiny.yaml").read_text()
+    spots = list(re.finditer(r"[\w.-]+(?=[,\]}\n])", text))
+    spot = spots[choice % len(spots)]
+    path = tmp_path_factory.mktemp("fuzz") / "my.yaml"
+    path.write_text(text[: spot.start()] + word + text[spot.end() :])
+    attempt(path)
 
 
 def test_paths_that_cannot_be_read(write: Write, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def test_the_defaults_hold() -> None:
         (["model.object.attention_heads=7"], "7 attention heads do not divide hidden 128."),
         (["model.object.nms_kernel=2"], "model.object.nms_kernel is 2."),
         (["model.map.xbound=[-50, 50, 0.3]"], "model.map.xbound: -50.0 to 50.0 is no whole number of steps of 0.3."),
+        (["model.map.xbound=[-50, 50, 1e-320]"], "is no whole number of steps of 1e-320."),
         (["data.classes=[car, van]"], "data.classes holds 'van', which is no nuScenes class."),
         (["data.classes=[car, bus, car]"], "data.classes holds 'car' twice."),
         (["data.map_classes=[]"], "data.map_classes is empty."),
