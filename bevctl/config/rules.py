@@ -147,8 +147,8 @@ def _axes(model: ModelConfig) -> Iterator[Problem]:
 
 
 def _cells(low: float, high: float, step: float) -> int | None:
-    """Whole cells from low to high, None where there is a rest."""
-    count = (high - low) / step
+    """Whole cells from low to high, None where there is a rest, no cell or an absurd number of them."""
+    count = (high - low) / step if step > 0 else 0.0
     if not 0.5 <= count < _MOST_CELLS:
         return None
     return round(count) if abs(count - round(count)) < _WHOLE else None
@@ -196,10 +196,13 @@ def _camera(camera: CameraConfig) -> Iterator[Problem]:
         yield Problem("model.camera.image_size", message, f"For example {nearest}.")
     for name in ("xbound", "ybound"):
         low, high, step = getattr(camera.view, name)
-        cells = _cells(low, high, step) if step > 0 else None
+        cells = _cells(low, high, step)
         if cells is not None and cells % (2 * camera.view.downsample):
             message = f"model.camera.view.{name} gives {cells} cells, which downsample and the decoder do not halve."
             yield Problem(f"model.camera.view.{name}", message, f"Use a multiple of {2 * camera.view.downsample}.")
+    if _cells(*camera.view.zbound) not in (None, 1):
+        message = f"model.camera.view.zbound gives {_cells(*camera.view.zbound)} cells; the view is flat."
+        yield Problem("model.camera.view.zbound", message, "Make the step as long as the range.")
     if camera.backbone == "swin":
         yield from _swin(camera.swin)
 

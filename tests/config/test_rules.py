@@ -32,6 +32,7 @@ def test_the_defaults_hold() -> None:
         (["model.camera.view.xbound=[54, -54, 0.3]"], "model.camera.view.xbound is [54.0, -54.0, 0.3]."),
         (["model.camera.view.xbound=[-54, 54, 0]"], "model.camera.view.xbound is [-54.0, 54.0, 0.0]."),
         (["model.camera.view.dbound=[1, 60, 0.7]"], "1.0 to 60.0 is no whole number of steps of 0.7."),
+        (["model.camera.view.zbound=[-10, 10, 5]"], "model.camera.view.zbound gives 4 cells; the view is flat."),
         (["model.camera.view.dbound=[0, 60, 0.5]"], "model.camera.view.dbound starts at no depth."),
         (["model.camera.image_size=[256, 700]"], "is [256, 700]; both must be multiples of 32."),
         (["model.camera.swin.depths=[2, 2]"], "model.camera.swin has 2 depths and 4 heads."),
