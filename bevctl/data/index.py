@@ -11,13 +11,11 @@ import numpy as np
 
 from bevctl.data import layout_data_list, layout_infos
 from bevctl.data.conventions import detect_convention, to_lwh
-from bevctl.data.info import IGNORED, Annotations, CameraInfo, InfoFile, SampleInfo, SweepInfo
+from bevctl.data.info import IGNORED, CameraInfo, InfoFile, SampleInfo, SweepInfo
 from bevctl.data.unpickle import load_pickle
 from bevctl.errors import BevctlError, ExitCode
 
 __all__ = ["IGNORED", "CameraInfo", "InfoFile", "SampleInfo", "SweepInfo", "locate", "read_info", "resolve"]
-
-Read = tuple[SampleInfo, Annotations]
 
 
 def read_info(path: str | Path, box_convention: str = "auto") -> InfoFile:
@@ -57,17 +55,17 @@ def _describe(document: Any) -> str:
     return f"a {type(document).__name__}"
 
 
-def _read_data_list(path: Path, document: Mapping[str, Any]) -> list[Read]:
+def _read_data_list(path: Path, document: Mapping[str, Any]) -> list[SampleInfo]:
     metainfo = document["metainfo"]
     names, early = layout_data_list.class_names(metainfo), layout_data_list.is_early(metainfo)
     return _read_all(path, document["data_list"], lambda entry: layout_data_list.read_sample(entry, names, early))
 
 
-def _read_infos(path: Path, document: Mapping[str, Any]) -> list[Read]:
+def _read_infos(path: Path, document: Mapping[str, Any]) -> list[SampleInfo]:
     return _read_all(path, document["infos"], layout_infos.read_sample)
 
 
-def _read_all(path: Path, entries: Any, read: Callable[[Any], Read]) -> list[Read]:
+def _read_all(path: Path, entries: Any, read: Callable[[Any], SampleInfo]) -> list[SampleInfo]:
     samples = []
     for index, entry in enumerate(entries):
         try:
@@ -80,30 +78,30 @@ def _read_all(path: Path, entries: Any, read: Callable[[Any], Read]) -> list[Rea
     return samples
 
 
-def _decide_convention(samples: list[Read], asked: str, modern: bool) -> tuple[str, str]:
+def _decide_convention(samples: list[SampleInfo], asked: str, modern: bool) -> tuple[str, str]:
     """The box convention, and a sentence where it could not be told from the boxes."""
-    annotated = [notes.boxes for _, notes in samples if notes.boxes is not None]
+    annotated = [(sample.boxes, sample.names) for sample in samples if sample.boxes is not None]
     if asked != "auto":
         return asked, f"Boxes are read as {asked}, as asked."
-    found = detect_convention((notes.boxes, notes.names) for _, notes in samples if notes.boxes is not None)
-    if found is not None or not any(len(rows) for rows in annotated):
-        return found or ("lwh" if modern else "wlh"), ""
+    found = detect_convention(annotated)
     assumed = "lwh" if modern else "wlh"
+    if found is not None or not any(names for _, names in annotated):
+        return found or assumed, ""
     return assumed, (
         f"No object shows how the boxes are stored; {assumed} is assumed for this layout (data.box_convention sets it)."
     )
 
 
-def _with_boxes(samples: list[Read], convention: str) -> tuple[SampleInfo, ...]:
+def _with_boxes(samples: list[SampleInfo], convention: str) -> tuple[SampleInfo, ...]:
     """Samples with boxes in the project's convention.
 
     mmdet3d drops the empty list of a sample without objects: where others have objects, that sample has none.
     """
-    annotated = any(notes.boxes is not None for _, notes in samples)
+    annotated = any(sample.boxes is not None for sample in samples)
     empty = np.zeros((0, 9)) if annotated else None
     return tuple(
-        dataclasses.replace(sample, boxes=empty if notes.boxes is None else to_lwh(notes.boxes, convention))
-        for sample, notes in samples
+        dataclasses.replace(sample, boxes=empty if sample.boxes is None else to_lwh(sample.boxes, convention))
+        for sample in samples
     )
 
 

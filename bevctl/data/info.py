@@ -6,7 +6,7 @@ frame of the keyframe.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +53,16 @@ class SampleInfo:
     cameras: dict[str, CameraInfo]
     sweeps: tuple[SweepInfo, ...]
     """Nearest in time first."""
-    boxes: Array | None
+    boxes: Array | None = None
     """(n, 9), or None where the file has no annotations (a test split)."""
-    names: tuple[str, ...]
+    names: tuple[str, ...] = ()
     """Class name of each box; `IGNORED` for label -1."""
-    num_lidar_pts: NDArray[np.int64]
-    num_radar_pts: NDArray[np.int64]
-    valid: NDArray[np.bool_]
+    num_lidar_pts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """(n,), -1 where the file does not say."""
+    num_radar_pts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    valid: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=bool))
     """(n,) False where no LiDAR or radar point lies on the object."""
-    location: str | None
+    location: str | None = None
     """Name of the map, as in nuScenes' `log` table."""
     attributes: tuple[str, ...] = ()
     """nuScenes attribute of each box, "" where it has none; empty where the file does not say."""
@@ -81,21 +82,6 @@ class InfoFile:
     """How the file stores boxes: lwh (l, w, h, yaw) or wlh (w, l, h, -yaw - π/2)."""
     notes: tuple[str, ...] = ()
     """What was assumed in reading, one sentence each."""
-
-
-@dataclass(frozen=True, eq=False)
-class Annotations:
-    """The boxes of one sample while a file is read: dimensions and angle still as stored."""
-
-    boxes: Array | None
-    names: tuple[str, ...]
-    num_lidar_pts: NDArray[np.int64]
-    num_radar_pts: NDArray[np.int64]
-    valid: NDArray[np.bool_]
-    attributes: tuple[str, ...] = ()
-
-
-NO_ANNOTATIONS = Annotations(None, (), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, bool))
 
 
 def box_rows(boxes: Any, velocity: Any) -> Array:

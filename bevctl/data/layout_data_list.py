@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from bevctl.data.info import IGNORED, NO_ANNOTATIONS, Annotations, CameraInfo, SampleInfo, SweepInfo, box_rows
+from bevctl.data.info import IGNORED, CameraInfo, SampleInfo, SweepInfo, box_rows
 from bevctl.errors import BevctlError
 from bevctl.geometry import Array, invert_rigid, rigid
 
@@ -38,12 +39,11 @@ def class_names(metainfo: Mapping[str, Any]) -> dict[int, str]:
     return dict(enumerate(map(str, names)))
 
 
-def read_sample(entry: Mapping[str, Any], names: Mapping[int, str], early: bool) -> tuple[SampleInfo, Annotations]:
-    """One entry of `data_list`, of an early file or not; boxes are returned beside it, as stored."""
+def read_sample(entry: Mapping[str, Any], names: Mapping[int, str], early: bool) -> SampleInfo:
+    """One entry of `data_list`, of an early file or not; boxes are still as stored."""
     lidar = entry["lidar_points"]
     lidar2ego = np.asarray(lidar["lidar2ego"], dtype=np.float64)
     ego2global = np.asarray(entry["ego2global"], dtype=np.float64)
-    annotations = _annotations(entry["instances"], names) if "instances" in entry else NO_ANNOTATIONS
     sample = SampleInfo(
         token=str(entry["token"]),
         timestamp=float(entry["timestamp"]),
@@ -52,15 +52,9 @@ def read_sample(entry: Mapping[str, Any], names: Mapping[int, str], early: bool)
         ego2global=ego2global,
         cameras=_cameras(entry.get("images", {}), early),
         sweeps=_sweeps(entry.get("lidar_sweeps", ()), ego2global @ lidar2ego),
-        boxes=None,
-        names=annotations.names,
-        num_lidar_pts=annotations.num_lidar_pts,
-        num_radar_pts=annotations.num_radar_pts,
-        valid=annotations.valid,
         location=entry.get("location"),
-        attributes=annotations.attributes,
     )
-    return sample, annotations
+    return _annotated(sample, entry["instances"], names) if "instances" in entry else sample
 
 
 def _cameras(images: Mapping[str, Mapping[str, Any]], early: bool) -> dict[str, CameraInfo]:
@@ -103,19 +97,26 @@ def _sweep2key(entry: Mapping[str, Any], lidar2global: Array) -> Array:
     return key
 
 
-def _annotations(instances: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> Annotations:
-    lidar_points = np.array([i.get("num_lidar_pts", -1) for i in instances], dtype=np.int64)
-    radar_points = np.array([i.get("num_radar_pts", 0) for i in instances], dtype=np.int64)
-    return Annotations(
-        boxes=box_rows([i["bbox_3d"] for i in instances], [i.get("velocity") or (np.nan, np.nan) for i in instances]),
+def _annotated(sample: SampleInfo, instances: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> SampleInfo:
+    unknown = (np.nan, np.nan)
+    return dataclasses.replace(
+        sample,
+        boxes=box_rows([i["bbox_3d"] for i in instances], [i.get("velocity") or unknown for i in instances]),
         names=tuple(_name(i, names) for i in instances),
-        num_lidar_pts=lidar_points,
-        num_radar_pts=radar_points,
+        num_lidar_pts=np.array([i.get("num_lidar_pts", -1) for i in instances], dtype=np.int64),
+        num_radar_pts=np.array([i.get("num_radar_pts", 0) for i in instances], dtype=np.int64),
         valid=np.array([bool(i.get("bbox_3d_isvalid", True)) for i in instances], dtype=bool),
-        attributes=tuple(str(i["attribute"]) for i in instances if "attribute" in i),
+        attributes=_attributes(instances),
     )
 
 
 def _name(instance: Mapping[str, Any], names: Mapping[int, str]) -> str:
     label = int(instance["bbox_label_3d"] if "bbox_label_3d" in instance else instance["bbox_label"])
     return IGNORED if label < 0 else names[label]
+
+
+def _attributes(instances: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Only files of `bevctl data prepare` name them."""
+    if not any("attribute" in instance for instance in instances):
+        return ()
+    return tuple(str(instance.get("attribute", "")) for instance in instances)

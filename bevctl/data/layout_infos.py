@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from bevctl.data.info import NO_ANNOTATIONS, Annotations, CameraInfo, SampleInfo, SweepInfo, box_rows
+from bevctl.data.info import CameraInfo, SampleInfo, SweepInfo, box_rows
 from bevctl.geometry import Array, quaternion_to_rotation, rigid
 
 MICROSECONDS = 1e-6
@@ -24,9 +25,8 @@ def format_of(document: Mapping[str, Any], convention: str) -> str:
     return "mmdet3d-1.0" if convention == "lwh" else "mmdet3d-0.x"
 
 
-def read_sample(entry: Mapping[str, Any]) -> tuple[SampleInfo, Annotations]:
-    """One entry of `infos`; boxes are returned beside it, as stored."""
-    annotations = _annotations(entry) if "gt_boxes" in entry else NO_ANNOTATIONS
+def read_sample(entry: Mapping[str, Any]) -> SampleInfo:
+    """One entry of `infos`; boxes are still as stored."""
     sample = SampleInfo(
         token=str(entry["token"]),
         timestamp=entry["timestamp"] * MICROSECONDS,
@@ -35,14 +35,9 @@ def read_sample(entry: Mapping[str, Any]) -> tuple[SampleInfo, Annotations]:
         ego2global=_pose(entry, "ego2global"),
         cameras={name: _camera(camera) for name, camera in entry.get("cams", {}).items()},
         sweeps=_sweeps(entry.get("sweeps", ())),
-        boxes=None,
-        names=annotations.names,
-        num_lidar_pts=annotations.num_lidar_pts,
-        num_radar_pts=annotations.num_radar_pts,
-        valid=annotations.valid,
         location=entry.get("location"),
     )
-    return sample, annotations
+    return _annotated(sample, entry) if "gt_boxes" in entry else sample
 
 
 def _pose(entry: Mapping[str, Any], name: str) -> Array:
@@ -72,13 +67,14 @@ def _sweeps(entries: Sequence[Mapping[str, Any]]) -> tuple[SweepInfo, ...]:
     )
 
 
-def _annotations(entry: Mapping[str, Any]) -> Annotations:
+def _annotated(sample: SampleInfo, entry: Mapping[str, Any]) -> SampleInfo:
     boxes = box_rows(entry["gt_boxes"], entry.get("gt_velocity"))
     count = len(boxes)
     lidar_points = np.asarray(entry.get("num_lidar_pts", np.full(count, -1)), dtype=np.int64).reshape(count)
     radar_points = np.asarray(entry.get("num_radar_pts", np.zeros(count)), dtype=np.int64).reshape(count)
     valid = entry.get("valid_flag", lidar_points + radar_points != 0)
-    return Annotations(
+    return dataclasses.replace(
+        sample,
         boxes=boxes,
         names=tuple(map(str, entry["gt_names"])),
         num_lidar_pts=lidar_points,
