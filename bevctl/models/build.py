@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import nn
 
-from bevctl.config.schema import CameraConfig, Config, LidarConfig, ModelConfig
-from bevctl.errors import BevctlError, did_you_mean
+from bevctl.config.rules import LIDAR_STRIDE
+from bevctl.config.rules import PARTS as CHECKPOINTED_PARTS
+from bevctl.config.schema import CameraConfig, Config, ModelConfig
 from bevctl.models.bev_decoder import BevDecoder, ConvFuser
 from bevctl.models.bevfusion import BEVFusion, CameraEncoder
 from bevctl.models.box_coder import BevGrid
@@ -18,8 +17,6 @@ from bevctl.models.neck import GeneralizedLSSFPN
 from bevctl.models.transfusion import TransFusionHead
 from bevctl.models.view_transform import DepthLSSTransform, LSSTransform
 
-CHECKPOINTED_PARTS = ("camera", "lidar", "decoder")
-LIDAR_STRIDE = 8
 SINGLE_CELL_CLASSES = ("pedestrian", "traffic_cone")
 """Objects as small as a cell: two in neighbouring cells are both kept."""
 VIEW_TRANSFORMS: dict[str, type[DepthLSSTransform] | type[LSSTransform]] = {
@@ -41,7 +38,7 @@ PARTS = (
 def build_model(config: Config) -> nn.Module:
     """The model that `config.model` describes, randomly initialised, on the CPU.
 
-    Raises BevctlError where parts of the config do not fit together.
+    A config that `config.load` accepts fits together. Raises BevctlError for an image backbone that does not exist.
     """
     return MODELS[config.model.type](config)
 
@@ -49,21 +46,20 @@ def build_model(config: Config) -> nn.Module:
 def build_bevfusion(config: Config) -> BEVFusion:
     """BEVFusion with the sensors and heads that are not null."""
     model = config.model
-    _check_parts(model)
+    recomputed = {part: part in model.checkpointing for part in CHECKPOINTED_PARTS}
     grid = bev_grid(model)
     encoders: dict[str, CameraEncoder | VoxelLidarEncoder] = {}
     channels = []
     if model.camera is not None:
-        encoders["camera"] = _camera_encoder(model.camera, "camera" in model.checkpointing)
+        encoders["camera"] = _camera_encoder(model.camera, recomputed["camera"])
         channels.append(model.camera.view.channels)
     if model.lidar is not None:
         encoders["lidar"] = lidar = VoxelLidarEncoder(model.lidar, model.point_cloud_range)
         channels.append(lidar.out_channels)
     fuser = ConvFuser(channels, model.decoder.fused_channels) if len(channels) > 1 else None
-    decoder = BevDecoder(
-        channels[0] if fuser is None else model.decoder.fused_channels, model.decoder, "decoder" in model.checkpointing
-    )
-    return BEVFusion(encoders, fuser, decoder, _heads(config, decoder.channels, grid), "lidar" in model.checkpointing)
+    fused_channels = channels[0] if fuser is None else model.decoder.fused_channels
+    decoder = BevDecoder(fused_channels, model.decoder, recomputed["decoder"])
+    return BEVFusion(encoders, fuser, decoder, _heads(config, decoder.channels, grid), recomputed["lidar"])
 
 
 MODELS = {"bevfusion": build_bevfusion}
@@ -97,60 +93,16 @@ def _heads(config: Config, channels: int, grid: BevGrid) -> dict[str, TransFusio
 
 
 def bev_grid(model: ModelConfig) -> BevGrid:
-    """The cells of the bird's-eye view that the sensors share and the heads read.
-
-    Raises BevctlError where the sensors' grids differ or have an odd number of cells.
-    """
-    grids = {}
-    if model.camera is not None:
-        grids["camera"] = _camera_grid(model.camera)
+    """The cells of the bird's-eye view that the heads read; where there are two sensors, their grids agree."""
     if model.lidar is not None:
-        grids["lidar"] = _lidar_grid(model.lidar, model.point_cloud_range)
-    camera, lidar = grids.get("camera"), grids.get("lidar")
-    if camera is not None and lidar is not None and not _same(camera, lidar):
-        raise BevctlError(
-            f"The camera's bird's-eye view has {_words(camera)}, the LiDAR's {_words(lidar)}.",
-            "Match model.camera.view.xbound and ybound to model.point_cloud_range and model.lidar.voxel_size × 8.",
-        )
-    grid = camera or lidar
-    if grid is None:
-        raise BevctlError("The model has no sensor.", "Configure model.camera or model.lidar.")
-    if grid.shape[0] % 2 or grid.shape[1] % 2:
-        raise BevctlError(
-            f"The bird's-eye view has {_words(grid)}, but the decoder needs even numbers.",
-            "Change the range or the cell size.",
-        )
-    return grid
+        bounds = model.point_cloud_range
+        return _grid((bounds[0], bounds[3]), (bounds[1], bounds[4]), model.lidar.voxel_size[:2], LIDAR_STRIDE)
+    assert model.camera is not None, "a model has a sensor"
+    view = model.camera.view
+    return _grid(view.xbound[:2], view.ybound[:2], (view.xbound[2], view.ybound[2]), view.downsample)
 
 
-def _camera_grid(config: CameraConfig) -> BevGrid:
-    view = config.view
-    (x_low, x_high, x_step), (y_low, y_high, y_step) = view.xbound, view.ybound
-    cell = (x_step * view.downsample, y_step * view.downsample)
-    return BevGrid((x_low, y_low), cell, (round((x_high - x_low) / cell[0]), round((y_high - y_low) / cell[1])))
-
-
-def _lidar_grid(config: LidarConfig, bounds: tuple[float, ...]) -> BevGrid:
-    cell = (config.voxel_size[0] * LIDAR_STRIDE, config.voxel_size[1] * LIDAR_STRIDE)
-    shape = (round((bounds[3] - bounds[0]) / cell[0]), round((bounds[4] - bounds[1]) / cell[1]))
-    return BevGrid((bounds[0], bounds[1]), cell, shape)
-
-
-def _same(a: BevGrid, b: BevGrid) -> bool:
-    pairs = zip((*a.lower, *a.cell), (*b.lower, *b.cell), strict=True)
-    return a.shape == b.shape and all(math.isclose(x, y, rel_tol=1e-6, abs_tol=1e-6) for x, y in pairs)
-
-
-def _words(grid: BevGrid) -> str:
-    (x, y), (cell_x, cell_y) = grid.shape, grid.cell
-    return f"{x} × {y} cells of {cell_x:g} × {cell_y:g} m from ({grid.lower[0]:g}, {grid.lower[1]:g})"
-
-
-def _check_parts(model: ModelConfig) -> None:
-    for part in model.checkpointing:
-        if part not in CHECKPOINTED_PARTS:
-            raise BevctlError(
-                f"model.checkpointing names {part!r}, which is no part.", did_you_mean(part, CHECKPOINTED_PARTS)
-            )
-    if model.object is None and model.map is None:
-        raise BevctlError("The model has no head.", "Configure model.object or model.map.")
+def _grid(x: tuple[float, float], y: tuple[float, float], cell: tuple[float, float], stride: int) -> BevGrid:
+    """Grid over two spans whose cells are `stride` times `cell`."""
+    cell_x, cell_y = cell[0] * stride, cell[1] * stride
+    return BevGrid((x[0], y[0]), (cell_x, cell_y), (round((x[1] - x[0]) / cell_x), round((y[1] - y[0]) / cell_y)))

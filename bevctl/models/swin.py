@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bevctl.config.schema import SwinConfig
-from bevctl.errors import BevctlError
 from bevctl.models.layers import recompute
 
 MASKED = -100.0
@@ -220,7 +219,6 @@ class SwinTransformer(nn.Module):
 
     def __init__(self, config: SwinConfig, checkpointing: bool = False) -> None:
         super().__init__()
-        _check(config)
         self.checkpointing = checkpointing
         widths = [config.embed * 2**stage for stage in range(len(config.depths))]
         self.channels = tuple(widths[-OUTPUTS:])
@@ -250,20 +248,6 @@ class SwinTransformer(nn.Module):
             if index > 0:
                 outputs.append(getattr(self, f"norm{index}")(features).permute(0, 3, 1, 2))
         return outputs
-
-
-def _check(config: SwinConfig) -> None:
-    if len(config.depths) != OUTPUTS + 1 or len(config.heads) != OUTPUTS + 1:
-        raise BevctlError(
-            f"A Swin backbone has four stages, but depths are {config.depths} and heads {config.heads}.",
-            "Give model.camera.swin.depths and model.camera.swin.heads four numbers each.",
-        )
-    for stage, heads in enumerate(config.heads):
-        if config.embed * 2**stage % heads:
-            raise BevctlError(
-                f"Swin stage {stage} has {config.embed * 2**stage} channels, which {heads} heads do not divide.",
-                "Change model.camera.swin.embed or model.camera.swin.heads.",
-            )
 
 
 def _init_linear(module: nn.Module) -> None:

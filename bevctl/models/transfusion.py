@@ -47,7 +47,7 @@ class TransFusionHead(nn.Module):
     """Heatmap, queries at its peaks, one decoder layer, a box and class for each query.
 
     `grid` gives the cells of the input map; classes in `single_cell` (indices; objects as small as a cell) may have
-    peaks side by side.
+    peaks side by side. Raises BevctlError for more queries than the heatmaps have cells.
     """
 
     code_weights: Tensor
@@ -56,7 +56,11 @@ class TransFusionHead(nn.Module):
         self, config: ObjectHeadConfig, channels_in: int, classes: int, grid: BevGrid, single_cell: tuple[int, ...]
     ) -> None:
         super().__init__()
-        _check(config, classes, grid)
+        if config.proposals > classes * grid.shape[0] * grid.shape[1]:
+            raise BevctlError(
+                f"model.object.proposals is {config.proposals}: more than {classes} heatmaps of {grid.shape} cells hold.",
+                "Lower model.object.proposals.",
+            )
         self.config, self.classes, self.grid, self.single_cell = config, classes, grid, single_cell
         hidden = config.hidden
         self.class_encoding = nn.Conv1d(classes, hidden, 1)
@@ -174,21 +178,3 @@ def _branch(channels_in: int, channels: int) -> nn.Sequential:
 def _take(values: Tensor, index: Tensor) -> Tensor:
     """(B, L, C) rows at (B, Q) → (B, Q, C)."""
     return values.gather(1, index[..., None].expand(-1, -1, values.shape[2]))
-
-
-def _check(config: ObjectHeadConfig, classes: int, grid: BevGrid) -> None:
-    if config.nms_kernel % 2 == 0 or config.nms_kernel > min(grid.shape):
-        raise BevctlError(
-            f"model.object.nms_kernel is {config.nms_kernel} on a grid of {grid.shape} cells.",
-            "Use an odd number no larger than the grid, usually 3.",
-        )
-    if config.proposals > classes * grid.shape[0] * grid.shape[1]:
-        raise BevctlError(
-            f"model.object.proposals is {config.proposals}, but the heatmap has only {grid.shape} cells a class.",
-            "Lower model.object.proposals.",
-        )
-    if config.hidden % config.attention_heads:
-        raise BevctlError(
-            f"model.object.hidden {config.hidden} is not divisible by {config.attention_heads} attention heads.",
-            "Change model.object.hidden or model.object.attention_heads.",
-        )

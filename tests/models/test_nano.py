@@ -2,7 +2,12 @@ from __future__ import annotations
 
 import torch
 
+from bevctl.config.rules import problems
 from tests.models.nano import CAMERA_COUNT, IMAGE_SIZE, nano_batch, nano_config
+
+
+def test_the_config_breaks_no_rule() -> None:
+    assert list(problems(nano_config())) == []
 
 
 def test_overrides_are_dotted_paths() -> None:

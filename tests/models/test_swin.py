@@ -5,7 +5,6 @@ import torch
 from torch import Tensor, nn
 
 from bevctl.config.schema import SwinConfig
-from bevctl.errors import BevctlError
 from bevctl.models.swin import (
     DropPath,
     PatchMerging,
@@ -144,15 +143,3 @@ def test_drop_path_grows_linearly() -> None:
     model = SwinTransformer(SwinConfig(embed=8, depths=(1, 2, 1, 1), heads=(1, 1, 1, 1), window=3, drop_path=0.4))
     rates = [module.rate for module in model.modules() if isinstance(module, DropPath)]
     assert rates == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (SwinConfig(depths=(1, 1)), "four stages"),
-        (SwinConfig(embed=10, heads=(3, 5, 5, 5)), "10 channels, which 3 heads"),
-    ],
-)
-def test_impossible_sizes_are_refused(config: SwinConfig, words: str) -> None:
-    with pytest.raises(BevctlError, match=words):
-        SwinTransformer(config)
