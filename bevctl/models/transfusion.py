@@ -58,7 +58,7 @@ class TransFusionHead(nn.Module):
         super().__init__()
         if config.proposals > classes * grid.shape[0] * grid.shape[1]:
             raise BevctlError(
-                f"model.object.proposals is {config.proposals}: more than {classes} heatmaps of {grid.shape} cells hold.",
+                f"model.object.proposals is {config.proposals}, more than {classes} heatmaps of {grid.shape} cells.",
                 "Lower model.object.proposals.",
             )
         self.config, self.classes, self.grid, self.single_cell = config, classes, grid, single_cell
