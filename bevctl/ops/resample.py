@@ -31,6 +31,7 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def _stretched(old: int, new: int, like: Tensor) -> Tensor:
-    # In float32 even where `like` is half, whose integers end at 2048.
-    positions = (torch.arange(new, device=like.device, dtype=torch.float32) + 0.5) * (old / new) - 0.5
+    # At least float32: half precision counts whole numbers only to 2048, bfloat16 to 256.
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    positions = (torch.arange(new, device=like.device, dtype=dtype) + 0.5) * (old / new) - 0.5
     return linear_weights(positions.clamp(0, old - 1), old).to(like.dtype)

@@ -18,7 +18,7 @@ def test_weights_by_hand() -> None:
 def test_resize_equals_torchs(height: int, width: int, new_height: int, new_width: int) -> None:
     x = torch.randn(2, 3, height, width, dtype=torch.float64)
     expected = F.interpolate(x, size=(new_height, new_width), mode="bilinear", align_corners=False)
-    torch.testing.assert_close(resize(x, (new_height, new_width)), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(resize(x, (new_height, new_width)), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_resample_equals_grid_sample_with_zeros_beyond() -> None:
