@@ -63,6 +63,7 @@ def command(
     Without CONFIG the checkpoint's own is used. Ground truth comes from the nuScenes tables below data.root, or from
     the info file alone where there are none.
     """
+    from bevctl.engine.launch import Cluster
     from bevctl.engine.workdir import find_checkpoint, resumed_config, work_dir_of
 
     config: Config = request.load(fallback=lambda: resumed_config(checkpoint, None)).config
@@ -81,7 +82,7 @@ def command(
             console.document("eval", {**done.evaluation.document(), "checkpoint": path, "config": config.name})
         return ExitCode.OK
 
-    return run_ranks(console, gpus, config.device, work)
+    return run_ranks(console, Cluster(gpus), config.device, work)
 
 
 def _check_scored(done: Evaluated, config: Config, submission: Path | None) -> None:

@@ -10,10 +10,11 @@ import click
 
 from bevctl.cli.options import ConfigCommand
 from bevctl.console import Console
-from bevctl.errors import BevctlError
+from bevctl.errors import BevctlError, ExitCode
 
 if TYPE_CHECKING:
     from bevctl.engine.dist import World
+    from bevctl.engine.launch import Cluster
 
 _WORDS = "bevctl.cli.ranks.words"
 
@@ -26,26 +27,27 @@ class RankedCommand(ConfigCommand):
         return super().parse_args(ctx, args)
 
 
-def run_ranks(console: Console, gpus: int, device: str, work: Callable[[World], int]) -> int:
-    """`work` of this rank; or, started alone and asked for several GPUs, this command again on each of them.
+def run_ranks(console: Console, cluster: Cluster, device: str, work: Callable[[World], int]) -> int:
+    """`work` of this rank; or, started alone and asked for several, this command again as each of `cluster`'s ranks.
 
-    Returns the exit code. Raises BevctlError for what `work` raises, or fewer than `gpus` GPUs.
+    Returns the exit code. Raises BevctlError for what cannot start, or what the decisive rank failed with; in a rank
+    that was started here, the starting process tells.
     """
     from bevctl.engine.dist import world_from_environment
-    from bevctl.engine.launch import Cluster, check_cluster, launch, leave_outcome
+    from bevctl.engine.launch import check_cluster, launch, leave_outcome
 
     world = world_from_environment()
-    if gpus > 1 and "RANK" not in os.environ:
-        cluster = Cluster(gpus)
+    if "RANK" not in os.environ and (cluster.gpus > 1 or cluster.nnodes > 1):
         check_cluster(cluster, device)
         context = click.get_current_context()
         quiet = ["--quiet"] if console.quiet else []
         return launch([*quiet, context.info_name or "", *context.meta[_WORDS]], cluster)
     try:
         code = work(world)
-    except BevctlError as error:
-        if not leave_outcome(os.environ, error.code, error.message, error.hint):
+    except Exception as error:
+        code = error.code if isinstance(error, BevctlError) else ExitCode.RUN_FAILED
+        if console.debug or not leave_outcome(os.environ, code, error):
             raise
-        return error.code
+        return code
     leave_outcome(os.environ, code)
     return code

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from bevctl.config.schema import Config
@@ -15,7 +16,7 @@ from bevctl.data.loader import make_loader
 from bevctl.data.nuscenes import NuScenesDataset
 from bevctl.engine.checkpoint import load_state, read_checkpoint
 from bevctl.engine.dist import World, process_group, select_device
-from bevctl.engine.precision import keep_fp32, resolve_precision
+from bevctl.engine.precision import Precision, keep_fp32, resolve_precision
 from bevctl.evaluate.run import Evaluation, evaluate_model
 from bevctl.evaluate.show import spread
 from bevctl.models.build import build_model
@@ -45,6 +46,28 @@ def evaluate_checkpoint(config: Config, checkpoint: Path, world: World, console:
     model = build_model(config)
     _load(model, checkpoint, console, world)
     keep_fp32(model, config.precision.fp32_modules, device.type)
+    model.to(device)
+    shown = spread(dataset.info.samples, show)
+    say(f"Evaluating {len(dataset)} samples of {dataset.info.path} in {precision.name.upper()} on {device}.")
+    with process_group(world, device):
+        evaluation = evaluate_split(model, dataset, device, precision, world, console, {s.token for s in shown})
+    return Evaluated(evaluation, dataset.info.samples, shown)
+
+
+def evaluate_split(
+    model: nn.Module,
+    dataset: NuScenesDataset,
+    device: torch.device,
+    precision: Precision,
+    world: World,
+    console: Console,
+    keep_maps: Collection[str] = (),
+) -> Evaluation:
+    """`evaluate_model` on a data set of the evaluation split, loaded as its config says, with progress shown.
+
+    Every rank calls it, inside the process group; each takes its share of the samples.
+    """
+    config = dataset.config
     loader = make_loader(
         dataset,
         batch=config.train.batch,
@@ -57,11 +80,9 @@ def evaluate_checkpoint(config: Config, checkpoint: Path, world: World, console:
         drop_last=False,
         pin=device.type == "cuda",
     )
-    shown = spread(dataset.info.samples, show)
-    say(f"Evaluating {len(dataset)} samples of {dataset.info.path} in {precision.name.upper()} on {device}.")
-    with process_group(world, device), console.progress(len(dataset) // world.size, "evaluating") as progress:
-        evaluation = evaluate_model(
-            model.to(device),
+    with console.progress(len(dataset) // world.size, "evaluating") as progress:
+        return evaluate_model(
+            model,
             loader,
             dataset.info,
             config,
@@ -70,9 +91,8 @@ def evaluate_checkpoint(config: Config, checkpoint: Path, world: World, console:
             rank=world.rank,
             world=world.size,
             progress=progress if world.is_main else None,
-            keep_maps={sample.token for sample in shown},
+            keep_maps=keep_maps,
         )
-    return Evaluated(evaluation, dataset.info.samples, shown)
 
 
 def _load(model: nn.Module, path: Path, console: Console, world: World) -> None:

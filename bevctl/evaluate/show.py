@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -43,23 +44,35 @@ def write_pictures(
     Maps are drawn where `evaluate_model` was told to keep them.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    thresholds = evaluation.map.thresholds if evaluation.map else {}
     for sample in samples:
         result = evaluation.results.get(sample.token)
         if result is None:
             continue
-        path = folder / f"{sample.token}.png"
+        path = folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', sample.token)}.png"
         with atomic_path(path) as temporary:
-            draw_result(sample, result, config, min_score).save(temporary, format="PNG")
+            draw_result(sample, result, config, min_score, thresholds).save(temporary, format="PNG")
         yield path
 
 
-def draw_result(sample: SampleInfo, result: SampleResult, config: Config, min_score: float = MIN_SCORE) -> Image.Image:
-    """The picture of one sample: its files, what the model said and what is annotated."""
+def draw_result(
+    sample: SampleInfo,
+    result: SampleResult,
+    config: Config,
+    min_score: float = MIN_SCORE,
+    thresholds: Mapping[str, float | None] | None = None,
+) -> Image.Image:
+    """The picture of one sample: its files, what the model said and what is annotated.
+
+    `thresholds` are those of the map classes, 0.5 where none is given.
+    """
     predictions = chosen_predictions(result.objects, config.data.classes, min_score)
     truth = _annotations(sample, config.data.classes)
     bev_map = None
     if result.bev_map is not None:
-        bev_map = DrawnMap(config.data.map_classes, result.bev_map, result.true_map)
+        cuts = [(thresholds or {}).get(name) or 0.5 for name in config.data.map_classes]
+        painted = result.bev_map >= np.array(cuts)[:, None, None]
+        bev_map = DrawnMap(config.data.map_classes, painted.astype(np.float32), result.true_map)
     assert predictions.scores is not None
     lowest = min(min_score, *predictions.scores) if len(predictions) else min_score
     said = f"{len(predictions)} predictions with a score from {lowest:.2g}"

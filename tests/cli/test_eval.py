@@ -128,8 +128,9 @@ def test_two_ranks_say_what_one_says(
     assert outcome.code == 0, printed.err
     together = json.loads(printed.out)
     assert together["samples"] == 2
-    assert together["detection"] == alone.document["detection"]
-    assert together["map"] == alone.document["map"]
+    # Ranks compute with one thread each, which changes sums in the last bits.
+    for part, name in (("detection", "NDS"), ("detection", "tp_errors"), ("map", "mIoU"), ("map", "per_class")):
+        assert together[part][name] == pytest.approx(alone.document[part][name], abs=1e-6), name
 
 
 def test_a_split_without_ground_truth_gives_predictions_only(
