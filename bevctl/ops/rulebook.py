@@ -6,7 +6,7 @@ are (M, 4) int64 rows (b, x, y, z), unique and ascending; sparse shapes and kern
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,53 +15,15 @@ Triple = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Block:
-    """The pairs of a range of output rows, those of one kernel offset side by side."""
-
-    rows: slice
-    """Output rows."""
-    sources: Tensor
-    """(P,) int32 input row of each pair."""
-    targets: Tensor
-    """(P,) int32 output row of each pair."""
-    counts: list[int]
-    """Pairs of each offset."""
-    order: Tensor
-    """(P,) int32 pairs sorted by output row, and by offset inside it."""
-    starts: Tensor
-    """(rows,) int32 place in `order` where each output row begins."""
-
-
-@dataclass(frozen=True)
 class RuleBook:
-    """Neighbours of K kernel offsets (C order of (kx, ky, kz)). A row occurs at most once under an offset."""
+    """The input row that each output row meets under each of K kernel offsets, in C order of (kx, ky, kz)."""
 
     table: Tensor
-    """(K, outputs) int32 input row that each output row meets, or -1."""
+    """(outputs, K) int32 input row; `inputs`, one past the last, where there is none."""
     inputs: int
     """Input rows."""
     mirrored: bool
-    """The pairs of an offset are those of the mirrored offset swapped (output sites = input sites)."""
-    _made: dict[int, list[Block]] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def outputs(self) -> int:
-        """Output rows."""
-        return self.table.shape[1]
-
-    def blocks(self, rows: int) -> list[Block]:
-        """The pairs in blocks of `rows` output rows, made once."""
-        if rows not in self._made:
-            self._made[rows] = _blocks(self.table, rows)
-        return self._made[rows]
-
-    def transposed(self) -> RuleBook:
-        """Rules from the outputs back to the inputs, as the gradient of the input needs them."""
-        if self.mirrored:
-            return RuleBook(self.table.flip(0), self.outputs, mirrored=True)
-        offsets, targets = (self.table >= 0).nonzero(as_tuple=True)
-        sources = self.table[offsets, targets]
-        return RuleBook(_table(offsets, sources, targets, len(self.table), self.inputs), self.outputs, mirrored=False)
+    """Input and output sites are the same: if i meets j under an offset, j meets i under the mirrored one."""
 
 
 def ravel(coords: Tensor, shape: Triple) -> Tensor:
@@ -84,84 +46,54 @@ def output_shape(shape: Triple, kernel: Triple, stride: Triple, padding: Triple)
 
 
 def submanifold_rules(coords: Tensor, shape: Triple, kernel: Triple) -> RuleBook:
-    """Rules of a convolution whose output sites are its input sites; `kernel` must be odd.
-
-    Only half of the offsets is searched: if row i meets row j under an offset, j meets i under the mirrored one.
-    """
-    gap = (kernel[0] // 2, kernel[1] // 2, kernel[2] // 2)
-    # With empty cells between the rows of the grid, a neighbour outside it has an index that no site has.
-    spaced = (shape[0] + gap[0], shape[1] + gap[1], shape[2] + gap[2])
-    keys = ravel(coords, spaced)
-    steps = _steps(gap, spaced, coords.device)
-    half, sites = len(steps) // 2, len(keys)
-    wanted = keys + steps[:half, None]
-    rows = torch.searchsorted(keys, wanted).clamp_(max=max(sites - 1, 0))
-    offsets, targets = (keys[rows] == wanted).nonzero(as_tuple=True)
-    sources = rows[offsets, targets]
-    own = torch.arange(sites, device=coords.device)
-    table = _table(
-        torch.cat([offsets, torch.full_like(own, half), 2 * half - offsets]),
-        torch.cat([targets, own, sources]),
-        torch.cat([sources, own, targets]),
-        len(steps),
-        sites,
-    )
-    return RuleBook(table, sites, mirrored=True)
+    """Rules of a convolution whose output sites are its input sites; `kernel` must be odd."""
+    padding = (kernel[0] // 2, kernel[1] // 2, kernel[2] // 2)
+    table = _neighbours(coords, coords, shape, kernel, (1, 1, 1), padding)
+    return RuleBook(table, len(coords), mirrored=True)
 
 
 def strided_rules(
     coords: Tensor, shape: Triple, kernel: Triple, stride: Triple, padding: Triple
 ) -> tuple[Tensor, RuleBook]:
     """Output sites (M', 4) and rules of a convolution with output wherever its window holds an input site."""
-    into = output_shape(shape, kernel, stride, padding)
-    axes = [_reached(coords[:, i + 1], into[i], kernel[i], stride[i], padding[i]) for i in range(3)]
+    sites = _output_sites(coords, output_shape(shape, kernel, stride, padding), kernel, stride, padding)
+    return sites, RuleBook(_neighbours(coords, sites, shape, kernel, stride, padding), len(coords), mirrored=False)
+
+
+def _neighbours(
+    coords: Tensor, sites: Tensor, shape: Triple, kernel: Triple, stride: Triple, padding: Triple
+) -> Tensor:
+    """(M', K) int32 row in `coords` of each cell of the window of each output site, M where the cell is empty."""
+    # With empty cells after each row of the grid, a cell outside it has an index that no site has.
+    x, y, z = (n + p for n, p in zip(shape, padding, strict=True))
+    spaced = (x, y, z)
+    keys = ravel(coords, spaced)
+    first = ravel(sites * sites.new_tensor((1, *stride)) - sites.new_tensor((0, *padding)), spaced)
+    columns = torch.arange(kernel[0], device=keys.device)[:, None] * y + torch.arange(kernel[1], device=keys.device)
+    wanted = first[:, None] + columns.flatten() * z
+    # Cells that follow each other in z have indices that follow each other: one search a column of the window.
+    place = torch.searchsorted(keys, wanted, out_int32=True)
+    ended = torch.cat([keys, keys.new_full((1,), -1)])
+    rows = []
+    for dz in range(kernel[2]):
+        found = ended.index_select(0, place.flatten()).view_as(wanted) == wanted + dz
+        rows.append(torch.where(found, place, len(keys)))
+        place = place + found
+    return torch.stack(rows, dim=2).flatten(1)
+
+
+def _output_sites(coords: Tensor, into: Triple, kernel: Triple, stride: Triple, padding: Triple) -> Tensor:
+    """(M', 4) ascending sites whose window holds one of the input sites."""
+    axes = [_windows(coords[:, i + 1], into[i], kernel[i], stride[i], padding[i]) for i in range(3)]
     (x, has_x), (y, has_y), (z, has_z) = axes
-    reaches = (has_x[:, None, None] & has_y[None, :, None] & has_z[None, None]).flatten(0, 2)
-    partial = ((coords[:, 0] * into[0] + x)[:, None] * into[1] + y[None])[:, :, None] * into[2]
-    keys = (partial + z[None, None]).flatten(0, 2)
-    offsets, sources = reaches.nonzero(as_tuple=True)
-    sites, targets = torch.unique(keys[offsets, sources], return_inverse=True)
-    table = _table(offsets, targets, sources, len(reaches), len(sites))
-    return unravel(sites, into), RuleBook(table, len(coords), mirrored=False)
+    keys = ((coords[:, :1] * into[0] + x)[:, :, None] * into[1] + y[:, None])[..., None] * into[2] + z[:, None, None]
+    exists = has_x[:, :, None, None] & has_y[:, None, :, None] & has_z[:, None, None]
+    return unravel(torch.unique(keys[exists]), into)
 
 
-def _steps(gap: Triple, shape: Triple, device: torch.device) -> Tensor:
-    """(K,) change of the linear index under each offset of a centred kernel."""
-    x, y, z = (torch.arange(-g, g + 1, device=device) for g in gap)
-    return ((x[:, None, None] * shape[1] + y[:, None]) * shape[2] + z).flatten()
-
-
-def _reached(position: Tensor, size: int, kernel: int, stride: int, padding: int) -> tuple[Tensor, Tensor]:
-    """Along one axis: (kernel, M) output cell that each offset carries a site to, and whether there is one."""
-    scaled = position + padding - torch.arange(kernel, device=position.device)[:, None]
-    cell = torch.div(scaled, stride, rounding_mode="floor")
-    return cell, (scaled % stride == 0) & (cell >= 0) & (cell < size)
-
-
-def _table(offsets: Tensor, rows: Tensor, values: Tensor, kernel_size: int, row_count: int) -> Tensor:
-    """(kernel_size, row_count) int32 holding `values` at (offsets, rows), -1 elsewhere."""
-    table = torch.full((kernel_size * row_count,), -1, dtype=torch.int32, device=rows.device)
-    table[offsets * row_count + rows] = values.int()
-    return table.view(kernel_size, row_count)
-
-
-def _blocks(table: Tensor, size: int) -> list[Block]:
-    parts = table.split(size, dim=1)
-    # One copy to the host for all blocks.
-    counts = torch.stack([(part >= 0).sum(dim=1) for part in parts]).tolist()
-    return [_block(part, i * size, count) for i, (part, count) in enumerate(zip(parts, counts, strict=True))]
-
-
-def _block(part: Tensor, first: int, counts: list[int]) -> Block:
-    """Block of the columns `part` of a table, whose output rows begin at `first`."""
-    has = part >= 0
-    place = has.flatten().cumsum(0, dtype=torch.int32).view_as(part) - 1
-    pairs = has.sum(dim=0, dtype=torch.int32)
-    return Block(
-        rows=slice(first, first + part.shape[1]),
-        sources=part[has],
-        targets=has.nonzero()[:, 1].int() + first,
-        counts=counts,
-        order=place.T[has.T],
-        starts=pairs.cumsum(0, dtype=torch.int32) - pairs,
-    )
+def _windows(position: Tensor, size: int, kernel: int, stride: int, padding: int) -> tuple[Tensor, Tensor]:
+    """Along one axis: (M, n) output cells whose window may hold each site, and whether it does."""
+    reach = position + padding
+    first = torch.div(reach - kernel + stride, stride, rounding_mode="floor")
+    cells = first[:, None] + torch.arange(-(-kernel // stride), device=position.device)
+    return cells, (cells >= 0) & (cells < size) & (cells * stride <= reach[:, None])

@@ -1,16 +1,16 @@
-"""Sparse 3D convolution by gather, matrix product and scatter; the grid itself is never made."""
+"""Sparse 3D convolution by gather and matrix product over a rule-book; the grid itself is never made."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from bevctl.ops.rulebook import RuleBook, Triple, output_shape, ravel, strided_rules, submanifold_rules
 
@@ -63,12 +63,12 @@ class SparseTensor:
 
 
 def sparse_conv(features: Tensor, weight: Tensor, rules: RuleBook) -> Tensor:
-    """Convolve (M, Cin) features with a (kx, ky, kz, Cin, Cout) kernel; (M', Cout) in the dtype of the products.
+    """Convolve (M, Cin) features with a (kx, ky, kz, Cin, Cout) kernel; (M', Cout).
 
-    The products of one offset run in the autocast dtype (tensor cores), or in that of `features` without autocast.
-    They are added up over the offsets in at least float32, in a fixed order: half precision would lose digits in each
-    of up to 27 additions. Results repeat bit by bit. Only features and weight are kept for the backward pass, which
-    gathers again.
+    Each output row gathers its neighbours, zeros where there is none, and one matrix product sums over neighbours and
+    channels. It runs in the autocast dtype (tensor cores), or in that of `features` without autocast, and adds up in
+    float32 inside. Sums have a fixed order, so results repeat bit by bit. Only features and weight are kept for the
+    backward pass, which gathers again.
 
     Raises:
         ValueError: a kernel that does not fit the features or the rules.
@@ -79,26 +79,26 @@ def sparse_conv(features: Tensor, weight: Tensor, rules: RuleBook) -> Tensor:
             f"got {tuple(weight.shape)}"
         )
     kernels = weight.flatten(0, 2)
-    if (len(kernels), len(features)) != (len(rules.table), rules.inputs):
+    if (len(kernels), len(features)) != (rules.table.shape[1], rules.inputs):
         raise ValueError(
-            f"the rules are for {len(rules.table)} offsets and {rules.inputs} sites, "
+            f"the rules are for {rules.table.shape[1]} offsets and {rules.inputs} sites, "
             f"got weight {tuple(weight.shape)} and features {tuple(features.shape)}"
         )
     device = features.device.type
     if torch.is_autocast_enabled(device):
         features = features.to(torch.get_autocast_dtype(device))
-    out: Tensor = _GatherProductSum.apply(features, kernels, rules)
+    out: Tensor = _GatherProduct.apply(features, kernels, rules)
     return out
 
 
-class _GatherProductSum(torch.autograd.Function):
-    """out[target] = Σ features[source] @ kernels[offset], over the pairs of all offsets."""
+class _GatherProduct(torch.autograd.Function):
+    """out[i] = Σ over offsets of features[table[i, offset]] @ kernels[offset]."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, kernels: Tensor, rules: RuleBook) -> Tensor:
         ctx.save_for_backward(features, kernels)
         ctx.rules = rules
-        return _convolve(features, kernels.to(features.dtype), rules)
+        return _convolve(features, kernels.to(features.dtype), rules.table)
 
     @staticmethod
     @once_differentiable
@@ -108,51 +108,60 @@ class _GatherProductSum(torch.autograd.Function):
         feature_grad = kernel_grad = None
         if ctx.needs_input_grad[0]:
             back = kernels.to(grad.dtype).transpose(1, 2)
-            if rules.mirrored:
-                feature_grad = _convolve(grad, back.flip(0), rules)
-            else:
-                feature_grad = _convolve(grad, back, rules.transposed())
+            # Mirrored rules are their own transpose, with the offsets in reverse.
+            feature_grad = _convolve(grad, back.flip(0), rules.table) if rules.mirrored else _spread(grad, back, rules)
         if ctx.needs_input_grad[1]:
-            kernel_grad = _kernel_gradient(features, grad, rules).to(kernels.dtype)
+            kernel_grad = _kernel_gradient(features, grad, rules.table).reshape(kernels.shape).to(kernels.dtype)
         return feature_grad, kernel_grad, None
 
 
-def _convolve(features: Tensor, kernels: Tensor, rules: RuleBook) -> Tensor:
-    """(outputs, Cout) of (inputs, Cin) features and (K, Cin, Cout) kernels, all in one dtype."""
-    out = features.new_empty(rules.outputs, kernels.shape[2])
-    for block in rules.blocks(_block_rows(features, kernels.shape[2])):
-        gathered = features.index_select(0, block.sources)
-        products = features.new_empty(len(gathered), kernels.shape[2])
-        pieces = zip(gathered.split(block.counts), products.split(block.counts), kernels, strict=True)
-        for piece, product, kernel in pieces:
-            if len(piece):
-                torch.mm(piece, kernel, out=product)
-        # A bag is the sum of some rows, accumulated in float32 in the order given: several times faster than
-        # index_add on a CPU, and free of atomics on a GPU.
-        out[block.rows] = functional.embedding_bag(block.order, products, block.starts, mode="sum")
+def _convolve(features: Tensor, kernels: Tensor, table: Tensor) -> Tensor:
+    """(outputs, Cout) of (inputs, Cin) features and (K, Cin, Cout) kernels of one dtype."""
+    out = features.new_empty(len(table), kernels.shape[2])
+    stacked = kernels.flatten(0, 1)
+    for rows, gathered in _gathered(features, table):
+        torch.mm(gathered, stacked, out=out[rows])
     return out
 
 
-def _kernel_gradient(features: Tensor, grad: Tensor, rules: RuleBook) -> Tensor:
-    """(K, Cin, Cout) gradient in at least float32."""
-    accumulated = torch.promote_types(features.dtype, torch.float32)
-    total = features.new_zeros(len(rules.table), features.shape[1], grad.shape[1], dtype=accumulated)
-    for block in rules.blocks(_block_rows(features, grad.shape[1])):
-        left = features.index_select(0, block.sources).split(block.counts)
-        right = grad.index_select(0, block.targets).split(block.counts)
-        for offset, count in enumerate(block.counts):
-            if count:
-                total[offset] += left[offset].T @ right[offset]
-    return total
+def _spread(grad: Tensor, kernels: Tensor, rules: RuleBook) -> Tensor:
+    """(inputs, Cin) sums of grad[i] @ kernels[offset] at row table[i, offset], accumulated in at least float32.
 
-
-def _block_rows(features: Tensor, out_channels: int) -> int:
-    """Output rows whose pairs are worked on at once.
-
-    On a CPU the pairs should stay in cache (and new memory is dear); on a GPU each product should be large.
+    Offset by offset, since one offset adds to a row at most once: the order of the sums is fixed.
     """
-    elements = 2**25 if features.is_cuda else 2**18
-    return max(1, elements // max(features.shape[1], out_channels))
+    table = rules.table.T
+    offsets, rows = (table < rules.inputs).nonzero(as_tuple=True)
+    sources = table[offsets, rows].long()
+    counts = torch.bincount(offsets, minlength=len(table)).tolist()
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    total = grad.new_zeros(rules.inputs, kernels.shape[2], dtype=wide)
+    for row, source, kernel in zip(rows.split(counts), sources.split(counts), kernels, strict=True):
+        total.index_add_(0, source, (grad.index_select(0, row) @ kernel).to(wide))
+    return total.to(grad.dtype)
+
+
+def _kernel_gradient(features: Tensor, grad: Tensor, table: Tensor) -> Tensor:
+    """(K · Cin, Cout) gradient, added up over pieces in at least float32."""
+    wide = torch.promote_types(features.dtype, torch.float32)
+    total = features.new_zeros(grad.shape[1], table.shape[1] * features.shape[1], dtype=wide)
+    for rows, gathered in _gathered(features, table):
+        total += grad[rows].T @ gathered
+    return total.T
+
+
+def _gathered(features: Tensor, table: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Ranges of output rows, each with the (rows, K · Cin) features that its rows meet."""
+    width = table.shape[1] * features.shape[1]
+    step = max(1, _piece_elements(features) // width)
+    padded = torch.cat([features, features.new_zeros(1, features.shape[1])])
+    for first in range(0, len(table), step):
+        rows = slice(first, first + step)
+        yield rows, padded.index_select(0, table[rows].flatten()).view(-1, width)
+
+
+def _piece_elements(features: Tensor) -> int:
+    """Gathered elements at any one time: few enough for a CPU's cache, enough to keep a GPU busy."""
+    return 2**26 if features.is_cuda else 2**19
 
 
 class SubMConv3d(nn.Module):
