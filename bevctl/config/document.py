@@ -80,6 +80,11 @@ def value_node(text: str) -> Node:
     return ScalarNode(_STR, text) if node is None or is_block else node
 
 
+def text_node(text: str) -> ScalarNode:
+    """The node of a text."""
+    return ScalarNode(_STR, text)
+
+
 def python_node(value: object) -> Node:
     """The node of a plain Python value. Raises BevctlError where YAML has no form for it."""
     try:

@@ -11,7 +11,7 @@ from yaml.nodes import MappingNode, Node
 
 from bevctl.config import document, rules
 from bevctl.config.schema import Config
-from bevctl.config.values import Spec, convert, specs_of
+from bevctl.config.values import Spec, convert, span_text, specs_of
 from bevctl.errors import BevctlError, did_you_mean
 
 
@@ -162,5 +162,5 @@ def _value(key: str, spec: Spec, entries: Entries, origins: dict[str, Origin]) -
     if spec.section:
         return None
     if spec.is_table:
-        spec = dataclasses.replace(spec, hint=str)
+        return convert(span_text(entry.node), dataclasses.replace(spec, hint=str), key, str(entry.origin))
     return convert(entry.node, spec, key, str(entry.origin))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bevctl.config.schema import CameraConfig, Config, DataConfig, LidarConfig, ModelConfig, SwinConfig
+from bevctl.config.span import parse_span
 
 LIDAR_STRIDE = 8
 """Stride of the sparse encoder in x and y."""
@@ -13,6 +14,7 @@ IMAGE_STRIDE = 32
 """Stride of the last stage of the image backbone."""
 PARTS = ("camera", "lidar", "decoder")
 METRICS = ("", "mAP", "NDS", "mIoU")
+_SPAN_HINT = "For example 2.5:2.8 or [2.5, 2.8]; one side may be empty. 2.5:2.8@500:9000 names iterations."
 _MOST_CELLS = 1e6
 _WHOLE = 1e-3
 """How far a count of cells may be from a whole number; covers decimal cell sizes such as 0.075."""
@@ -47,7 +49,7 @@ def _run(config: Config) -> Iterator[Problem]:
     for metric, span in config.expect.items():
         if not _is_span(span):
             key = f"expect.{metric}"
-            yield Problem(key, f"{key} must be low:high, not {span!r}.", "For example 2.5:2.8; one side may be empty.")
+            yield Problem(key, f"{key} must be low:high, not {span!r}.", _SPAN_HINT)
     scale = config.precision.loss_scale
     if isinstance(scale, str) and scale != "dynamic":
         message = f"precision.loss_scale must be dynamic or a number above zero, not {scale!r}."
@@ -55,12 +57,11 @@ def _run(config: Config) -> Iterator[Problem]:
 
 
 def _is_span(text: str) -> bool:
-    low, separator, high = text.partition(":")
     try:
-        bounds = [float(side) for side in (low, high) if side.strip()]
+        parse_span(text)
     except ValueError:
         return False
-    return bool(separator and bounds) and bounds == sorted(bounds)
+    return True
 
 
 def _data(data: DataConfig) -> Iterator[Problem]:

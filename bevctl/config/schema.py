@@ -267,4 +267,6 @@ class Config:
     train: TrainConfig = opt(TrainConfig, "loop")
     optim: OptimConfig = opt(OptimConfig, "optimizer and schedule")
     precision: PrecisionConfig = opt(PrecisionConfig, "number formats")
-    expect: dict[str, str] = opt(dict, "expected range of a metric, as low:high")
+    expect: dict[str, str] = opt(
+        dict, "expected range of a metric: low:high, [low, high] or low:high@first_iter:last_iter"
+    )

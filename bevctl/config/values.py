@@ -122,6 +122,14 @@ def _listed(node: Node) -> Node:
     return node
 
 
+def span_text(node: Node) -> Node:
+    """A range written as a list, `[low, high]` with null for an open end, as the text `low:high`."""
+    node = _listed(node)
+    if not isinstance(node, SequenceNode) or not _is_flat(node):
+        return node
+    return document.text_node(":".join("" if document.is_null(end) else end.value for end in node.value))
+
+
 def _element(node: Node, section: type, where: str) -> Any:
     """A dataclass inside a list."""
     if not isinstance(node, MappingNode):

@@ -71,6 +71,11 @@ def test_texts_that_yaml_would_turn_into_numbers_stay_texts(write: Write) -> Non
     assert config.expect == {"loss": "2:30", "mAP": "0.5:"}
 
 
+def test_an_expected_range_may_be_a_list(write: Write) -> None:
+    config = load(write("expect: {memory_gib: [18, 20], mAP: [0.5, null]}"), sets=["expect.grad_norm=10,20"]).config
+    assert config.expect == {"memory_gib": "18:20", "mAP": "0.5:", "grad_norm": "10:20"}
+
+
 def test_lists_become_tuples(write: Write) -> None:
     config = load(write("data:\n  classes:\n    - car\n    - bus\n  image: {resize: [1, 2e0]}")).config
     assert config.data.classes == ("car", "bus")

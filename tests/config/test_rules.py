@@ -54,6 +54,9 @@ def test_the_defaults_hold() -> None:
         (["expect.loss=3:2"], "expect.loss must be low:high, not '3:2'."),
         (["expect.loss=a:b"], "expect.loss must be low:high, not 'a:b'."),
         (["expect.loss=':'"], "expect.loss must be low:high, not ':'."),
+        (["expect.loss=[2.8, 2.5]"], "expect.loss must be low:high, not '2.8:2.5'."),
+        (["expect.loss=[1, 2, 3]"], "expect.loss must be low:high, not '1:2:3'."),
+        (["expect.loss=1:2@9"], "expect.loss must be low:high, not '1:2@9'."),
     ],
 )
 def test_a_broken_rule_names_the_values(sets: list[str], message: str, tmp_path: Path) -> None:
@@ -72,6 +75,7 @@ def test_a_broken_rule_names_the_values(sets: list[str], message: str, tmp_path:
         ["model.lidar=null", "model.camera.view.kind=lss"],
         ["model.object=null", "model.map={}"],
         ["expect.loss=2.5:", "expect.mAP=':0.9'"],
+        ["expect.loss=[2.5, null]", "expect.iter_time_s=1.8:2.0@500:9000"],
         ["optim.lr_scaling=linear", "optim.base_batch=8", "optim.base_lr=2e-5"],
         ["model.camera.backbone=resnet50", "model.camera.swin.heads=[5, 5]"],
     ],
