@@ -123,7 +123,7 @@ def command(
     run = RunOptions(resume, load_from, max_iters)
     cluster = Cluster(gpus or 1, nnodes, rdzv_endpoint)
     if dry_run:
-        return _preview(config, run, console)
+        return _preview(config, run, cluster, console)
     if detach:
         return _detach(config, run, console)
     return _start(config, run, cluster, console)
@@ -152,10 +152,11 @@ def _start(config: Config, run: RunOptions, cluster: Cluster, console: Console) 
         return launch(_same_command(console), cluster)
     try:
         result = train(config, run, world, console)
-    except BevctlError as error:
-        if not leave_outcome(os.environ, error.code, error.message, error.hint):
+    except Exception as error:
+        code = error.code if isinstance(error, BevctlError) else ExitCode.RUN_FAILED
+        if console.debug or not leave_outcome(os.environ, code, error):
             raise
-        return error.code
+        return code  # the process that launched this one tells
     leave_outcome(os.environ, result.code)
     if world.is_main:
         if result.code == ExitCode.PREEMPTED:
@@ -172,14 +173,14 @@ def _same_command(console: Console) -> list[str]:
     return [*(["--quiet"] if console.quiet else []), "train", *(word for word in words if word != "--detach")]
 
 
-def _preview(config: Config, run: RunOptions, console: Console) -> int:
+def _preview(config: Config, run: RunOptions, cluster: Cluster, console: Console) -> int:
     from bevctl.config.load import to_dict, to_yaml
     from bevctl.engine.dist import World, select_device
     from bevctl.engine.preview import preview
     from bevctl.engine.run import build_parts
     from bevctl.engine.workdir import work_dir_of
 
-    parts = build_parts(config, World(), select_device(config.device))
+    parts = build_parts(config, World(size=cluster.gpus * cluster.nnodes), select_device(config.device))
     work_dir = work_dir_of(config)
     planned = preview(parts, work_dir, run.max_iters)
     console.result(to_yaml(config).rstrip())

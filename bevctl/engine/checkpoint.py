@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -25,6 +26,7 @@ from bevctl.files import atomic_path
 from bevctl.models.layouts import legacy_boxes_to_ours, match_bias_tables, to_ours
 
 FORMAT = "bevctl"
+_NUMBERED = re.compile(r"(epoch|iter)_\d+\.pth")
 _GEOMETRY = ("dx", "bx", "nx", "frustum")
 """Entries that follow from the config; other projects store them as frozen parameters."""
 
@@ -155,7 +157,8 @@ def _point(link: Path, name: str) -> None:
 
 def newest_checkpoints(work_dir: Path) -> list[Path]:
     """Checkpoints below `work_dir` that a resume may take, best choice first: `latest`, then by age."""
-    found = sorted(work_dir.glob("*_*.pth"), key=lambda p: p.stat().st_mtime, reverse=True)
+    numbered = (path for path in work_dir.iterdir() if _NUMBERED.fullmatch(path.name))
+    found = sorted(numbered, key=lambda path: path.stat().st_mtime, reverse=True)
     with contextlib.suppress(OSError):
         latest = (work_dir / "latest").resolve(strict=True)
         found = [latest] + [path for path in found if path.resolve() != latest]

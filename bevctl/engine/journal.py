@@ -50,6 +50,7 @@ class RunJournal:
         cadence: Cadence,
         meta: Mapping[str, Any],
         evaluate: Evaluate,
+        last_checkpoint: Path | None = None,
     ) -> None:
         self.console = console
         self.world = world
@@ -61,7 +62,7 @@ class RunJournal:
         self.cadence = cadence
         self.meta = meta
         self.evaluate = evaluate
-        self.last_checkpoint: Path | None = None
+        self.last_checkpoint = last_checkpoint
         self._bar: tuple[contextlib.ExitStack, Progress] | None = None
 
     def event(self, kind: str, message: str, **data: Any) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -96,13 +97,26 @@ def launch(arguments: Sequence[str], cluster: Cluster) -> ExitCode:
             monitor_interval=0.1,
         )
         signalled = 0
-        try:
-            launch_agent(config, sys.executable, ["-m", "bevctl", *arguments])
-        except ChildFailedError:
-            pass  # the workers' own words say more
-        except SignalException as error:
-            signalled = int(error.sigval)
+        with _no_process_left_behind():
+            try:
+                launch_agent(config, sys.executable, ["-m", "bevctl", *arguments])
+            except ChildFailedError:
+                pass  # the workers' own words say more
+            except SignalException as error:
+                signalled = int(error.sigval)
         return _combined(_outcomes(Path(folder)), signalled)
+
+
+@contextlib.contextmanager
+def _no_process_left_behind() -> Iterator[None]:
+    """Kills what the block started and left running, which a second signal makes the agent do."""
+    before = set(psutil.Process().children(recursive=True))
+    try:
+        yield
+    finally:
+        for process in set(psutil.Process().children(recursive=True)) - before:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def _combined(outcomes: list[dict[str, Any]], signalled: int) -> ExitCode:
@@ -118,9 +132,11 @@ def _combined(outcomes: list[dict[str, Any]], signalled: int) -> ExitCode:
             "Look for an out-of-memory kill in dmesg, and at the messages above.",
             ExitCode.RUN_FAILED,
         )
-    told = next((o for o in outcomes if o["code"] == decisive and o["message"]), None)
-    if told is not None:
-        raise BevctlError(told["message"], told["hint"], decisive)
+    told = [o for o in outcomes if o["code"] == decisive and o["message"]]
+    if told:
+        # A rank that only lost its peers is the least to go by.
+        first = next((o for o in told if o["expected"]), told[0])
+        raise BevctlError(first["message"], first["hint"], decisive)
     return decisive
 
 
@@ -128,13 +144,18 @@ def _outcomes(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("rank_*.json"))]
 
 
-def leave_outcome(environ: Mapping[str, str], code: int, message: str = "", hint: str = "") -> bool:
+def leave_outcome(environ: Mapping[str, str], code: int, error: Exception | None = None) -> bool:
     """In a worker of `launch`: notes how it ended. Elsewhere: returns False."""
     folder = environ.get(OUTCOME_DIR)
     if folder is None or not Path(folder).is_dir():
         return False
+    outcome = {"code": int(code), "message": "", "hint": "", "expected": True}
+    if isinstance(error, BevctlError):
+        outcome |= {"message": error.message, "hint": error.hint}
+    elif error is not None:
+        outcome |= {"message": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", "expected": False}
     path = Path(folder) / f"rank_{int(environ.get('RANK', '0')):05d}.json"
-    path.write_text(json.dumps({"code": int(code), "message": message, "hint": hint}), encoding="utf-8")
+    path.write_text(json.dumps(outcome), encoding="utf-8")
     return True
 
 

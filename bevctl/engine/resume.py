@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,6 +53,8 @@ class Resumed:
     """Where the run goes on."""
 
     iteration: int = 0
+    source: Path | None = None
+    """The checkpoint; None for a new run."""
     skipped_steps: int = 0
     exact: bool = False
     """The continued run will be bit for bit the uninterrupted one (on the CPU)."""
@@ -91,7 +95,7 @@ def restore(state: TrainState, checkpoint: Checkpoint, world: World) -> Resumed:
     """
     report = load_state(state.model, checkpoint)
     changes = _changes(state.setting, checkpoint)
-    resumed = Resumed(exact=not changes)
+    resumed = Resumed(source=checkpoint.path, exact=not changes)
     resumed.notes = [f"Resuming from {checkpoint.path} (written by {_writer(checkpoint)})", *report.sentences()]
     if changes:
         _restore_position_by_epoch(state, checkpoint, changes, resumed)
@@ -275,3 +279,13 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     np.random.set_state(("MT19937", words, saved["position"], saved["has_gauss"], saved["gauss"]))  # noqa: NPY002
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Undoes the block's random draws: a run that is resumed after an evaluation does not repeat it."""
+    before = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import platform
 import socket
@@ -29,7 +30,7 @@ from bevctl.engine.journal import Cadence, RunJournal
 from bevctl.engine.optim import build_optimizer, unmatched_groups
 from bevctl.engine.precision import Precision, keep_fp32, resolve_precision
 from bevctl.engine.recorder import Recorder
-from bevctl.engine.resume import Resumed, Setting, TrainState, restore
+from bevctl.engine.resume import Resumed, Setting, TrainState, random_state_kept, restore
 from bevctl.engine.scaler import LossScaler
 from bevctl.engine.schedule import Schedule, peak_lr
 from bevctl.engine.signals import StopRequest
@@ -138,6 +139,8 @@ def build_parts(config: Config, world: World, device: torch.device) -> Parts:
     notes = [f"{_device_name(device)}, {precision.name.upper()}, {lr_sentence}"]
     notes += [f"optim.groups: no parameter's name contains {p!r}" for p in unmatched_groups(model, config.optim)]
     notes += [f"Kept in FP32: {', '.join(kept)}"] if kept and precision.name != "fp32" else []
+    if precision.is_half and device.type == "cpu":
+        notes.append("FP16 is emulated on a CPU, convolutions are tens of times slower: use BF16 or FP32 for real work")
     notes += [*_visible_gpus(world, device), *dataset.notes]
     return Parts(config, world, device, precision, dataset, state, Schedule(config.optim, total), notes)
 
@@ -203,6 +206,7 @@ def _train(
             precision=parts.precision,
             iters_per_epoch=iters_per_epoch,
             cadence=Cadence(config.train.eval_interval, config.train.best, options.max_iters),
+            last_checkpoint=resumed.source,
             meta={"format": FORMAT, "version": bevctl.__version__, "config": to_dict(config), "time": time.time()},
             evaluate=lambda: _evaluate(parts, console),
         )
@@ -246,6 +250,8 @@ def _fit(trainer: Trainer, journal: RunJournal) -> ExitCode:
         raise
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
+        if "DataLoader worker" in message:
+            raise _worker_died(error) from error
         raise
     finally:
         journal.close_bar()
@@ -254,19 +260,31 @@ def _fit(trainer: Trainer, journal: RunJournal) -> ExitCode:
             journal.writer.update(status=status, ended=time.time(), iter=trainer.iteration)
 
 
+def _worker_died(error: Exception) -> BevctlError:
+    return BevctlError(
+        f"A data loading process ended: {str(error).splitlines()[0]}.",
+        "It was killed or crashed, most often for lack of memory or of /dev/shm: use fewer --workers.",
+        ExitCode.RUN_FAILED,
+    )
+
+
 def _global_batch(parts: Parts) -> int:
     setting = parts.state.setting
     return setting.batch * setting.world * setting.accumulate
 
 
 def _distributed(parts: Parts) -> nn.Module:
+    """The model, or DDP around it; BatchNorm statistics stay each rank's own (see `broadcast_buffers`)."""
     if parts.world.size == 1:
         return parts.state.model
-    return nn.parallel.DistributedDataParallel(
+    wrapper = nn.parallel.DistributedDataParallel
+    renamed = "forward_sync_buffers" in inspect.signature(wrapper).parameters  # torch 2.14 deprecates the old name
+    unsynchronised: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+    return wrapper(
         parts.state.model,
         device_ids=[parts.device.index] if parts.device.type == "cuda" else None,
-        broadcast_buffers=False,
         gradient_as_bucket_view=True,
+        **unsynchronised,
     )
 
 
@@ -331,7 +349,7 @@ def _evaluate(parts: Parts, console: Console) -> tuple[dict[str, float], dict[st
         pin=parts.device.type == "cuda",
     )
     averaged = parts.state.average.applied() if parts.state.average else contextlib.nullcontext()
-    with averaged, console.progress(len(dataset) // world.size, "evaluating") as progress:
+    with averaged, random_state_kept(), console.progress(len(dataset) // world.size, "evaluating") as progress:
         evaluation = evaluate_model(
             model,
             loader,

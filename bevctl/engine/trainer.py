@@ -95,7 +95,7 @@ class Trainer:
         self._bad_samples = 0
         self._problems: list[str] = []
         self._measured = False
-        self._saved_at = -1
+        self._saved_at = iteration or None  # a resumed run has its checkpoint; a new one has none yet
 
     def fit(self) -> ExitCode:
         """Trains to the end of the plan.

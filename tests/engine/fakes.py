@@ -58,6 +58,7 @@ class PointData:
         self.config = config
         self.split = split
         self.notes: tuple[str, ...] = ()
+        self.info = None
 
     def __len__(self) -> int:
         return SAMPLES

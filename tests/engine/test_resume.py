@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from bevctl.batch import Batch
 from bevctl.config.schema import Config
+from bevctl.engine import run as engine_run
 from bevctl.engine.checkpoint import Checkpoint, read_checkpoint
 from bevctl.engine.resume import foreign_parameter_states
 from bevctl.errors import BevctlError, ExitCode
@@ -225,3 +228,42 @@ def test_a_longer_max_iters_continues_and_a_done_run_says_so(tmp_path: Path, ben
     assert straight.checkpoint is not None
     ends = [read_checkpoint(path).state_dict for path in (straight.checkpoint, tmp_path / "run" / "latest")]
     assert _same(*ends)
+
+
+def test_an_evaluation_in_between_changes_nothing(
+    tmp_path: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Scores:
+        def metrics(self) -> dict[str, float]:
+            return {"mIoU": 0.5}
+
+        def document(self) -> dict[str, Any]:
+            return {}
+
+    def evaluate(*_: Any, **__: Any) -> Scores:
+        torch.rand(5)
+        return Scores()
+
+    monkeypatch.setattr(engine_run, "evaluate_model", evaluate)
+    bench.train(point_config(tmp_path / "plain"))
+    plain = bench.weights
+    bench.train(point_config(tmp_path / "evaluated", train={"eval_interval": 1, "ema": 0.5}))
+    assert all(torch.equal(value, bench.weights[name]) for name, value in plain.items())
+
+
+def test_a_signal_before_the_first_step_leaves_the_users_file_alone(tmp_path: Path, bench: Bench) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    config = point_config(run)
+    _foreign(run / "epoch_1.pth", _point_names(bench, config), one_group=True)
+    before = (run / "epoch_1.pth").read_bytes()
+
+    def interrupt_loading(epoch: int, start: int) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError((epoch, start))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_run.Parts, "loader", lambda _, epoch, start: interrupt_loading(epoch, start))
+        result = bench.train(config, resume="epoch_1.pth")
+    assert (result.code, result.iteration, result.checkpoint) == (ExitCode.PREEMPTED, 8, run / "epoch_1.pth")
+    assert (run / "epoch_1.pth").read_bytes() == before
