@@ -66,9 +66,9 @@ def sparse_conv(features: Tensor, weight: Tensor, rules: RuleBook) -> Tensor:
     """Convolve (M, Cin) features with a (kx, ky, kz, Cin, Cout) kernel; (M', Cout).
 
     Each output row gathers its neighbours, zeros where there is none, and one matrix product sums over neighbours and
-    channels. It runs in the autocast dtype (tensor cores), or in that of `features` without autocast, and adds up in
-    float32 inside. Sums have a fixed order, so results repeat bit by bit. Only features and weight are kept for the
-    backward pass, which gathers again.
+    channels. It runs in the autocast dtype (tensor cores), or without autocast in the wider one of features and
+    weight, and adds up in float32 inside. Sums have a fixed order, so results repeat bit by bit. Only features and
+    weight are kept for the backward pass, which gathers again.
 
     Raises:
         ValueError: a kernel that does not fit the features or the rules.
@@ -85,9 +85,9 @@ def sparse_conv(features: Tensor, weight: Tensor, rules: RuleBook) -> Tensor:
             f"got weight {tuple(weight.shape)} and features {tuple(features.shape)}"
         )
     device = features.device.type
-    if torch.is_autocast_enabled(device):
-        features = features.to(torch.get_autocast_dtype(device))
-    out: Tensor = _GatherProduct.apply(features, kernels, rules)
+    half = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if half else torch.promote_types(features.dtype, weight.dtype)
+    out: Tensor = _GatherProduct.apply(features.to(dtype), kernels, rules)
     return out
 
 

@@ -147,6 +147,11 @@ def test_autocast_runs_products_in_half(dtype: torch.dtype) -> None:
     torch.testing.assert_close(half_grad, conv.weight.grad, rtol=0.05, atol=0.2)
 
 
+def test_float32_weights_lift_half_features_without_autocast() -> None:
+    x = random_tensor(3, 50, dtype=torch.float16)
+    assert SubMConv3d(3, 4)(x).features.dtype == torch.float32
+
+
 def test_a_huge_grid_costs_nothing() -> None:
     """10^14 cells: only sites are ever stored."""
     shape = (10**6, 10**6, 100)
