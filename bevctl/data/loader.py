@@ -7,7 +7,9 @@ import math
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +20,8 @@ from bevctl.batch import Batch, Calibration
 from bevctl.data.nuscenes import Item, NuScenesDataset
 from bevctl.data.sample import Sample
 from bevctl.geometry import invert_rigid
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 Index = tuple[int, int]
 """(epoch, position in the data set)"""
@@ -97,7 +101,7 @@ def make_loader(
         shuffle=shuffle,
         drop_last=drop_last,
     )
-    return DataLoader(
+    return _Loader(
         dataset,  # type: ignore[arg-type]  # any object with __getitem__ and __len__ will do
         batch_sampler=sampler,
         num_workers=workers,
@@ -109,16 +113,37 @@ def make_loader(
     )
 
 
+class _Loader(DataLoader[Item]):
+    """Starts its workers with the stop signals held back, so that none is lost before `_start_worker` runs."""
+
+    def __iter__(self) -> Any:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            return super().__iter__()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_worker(number: int) -> None:
-    """Leave signals to the parent, which saves a checkpoint first; but never stay behind without it."""
+    """Leave stop signals to the parent, which saves a checkpoint first; but obey the parent, and never outlive it."""
     del number
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-        if os.getppid() == 1:  # the parent died before the request took effect
-            os._exit(1)
+    if sys.platform != "linux":
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    parent = os.getppid()
+    threading.Thread(target=_end_when_told_by, args=(parent,), daemon=True).start()
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent died before the request took effect
+        os._exit(1)
+
+
+def _end_when_told_by(parent: int) -> None:
+    """Ends this process on a SIGTERM that `parent` itself sent: multiprocessing waits for that when it exits."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        continue
+    os._exit(0)
 
 
 def collate(items: Sequence[Item]) -> Batch:

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -172,12 +174,29 @@ from bevctl.data.nuscenes import NuScenesDataset
 
 dataset = NuScenesDataset(config_for(Path(sys.argv[1]), "infos.pkl"), "train")
 batches = iter(make_loader(dataset, batch=1, workers=2, epoch=0, seed=0, shuffle=True, drop_last=True))
-next(batches)
 print(*[worker.pid for worker in batches._workers], flush=True)
 sys.stdin.readline()
 print(len(list(batches)), flush=True)
-time.sleep(60)
+sys.stdin.readline()
 """
+
+
+@contextmanager
+def _parent_with_workers(config: Config) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A process that loads with two workers, and their ids as soon as they are started; none is left behind."""
+    command = [sys.executable, "-c", PARENT, config.data.root]
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    workers: list[int] = []
+    with subprocess.Popen(command, text=True, **streams) as parent:  # type: ignore[call-overload]
+        try:
+            workers += map(int, parent.stdout.readline().split())
+            assert len(workers) == 2
+            yield parent, workers
+        finally:
+            parent.kill()
+            for pid in workers:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def _alive(pid: int) -> bool:
@@ -189,24 +208,44 @@ def _alive(pid: int) -> bool:
     return state != "Z"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
-def test_workers_ignore_signals_but_do_not_outlive_their_parent(config: Config) -> None:
-    command = [sys.executable, "-c", PARENT, config.data.root]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdin is not None
-        assert parent.stdout is not None
-        workers = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(workers) == 2
-        for pid in workers:
+def _wait_until_gone(pids: list[int], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(map(_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(_alive, pids))
+
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
+
+
+@linux_only
+def test_workers_ignore_signals_from_elsewhere_but_do_not_outlive_their_parent(config: Config) -> None:
+    with _parent_with_workers(config) as (parent, workers):
+        for pid in workers * 2:  # at once: they may not even have started
             os.kill(pid, signal.SIGTERM)
             os.kill(pid, signal.SIGINT)
-        time.sleep(0.3)
-        assert all(_alive(pid) for pid in workers)
+        assert parent.stdin is not None
+        assert parent.stdout is not None
         parent.stdin.write("\n")
         parent.stdin.flush()
-        assert parent.stdout.readline().strip() == "6"
+        assert parent.stdout.readline().strip() == "7"
+    # torch's own watch would take up to five seconds
+    with _parent_with_workers(config) as (parent, workers):
+        time.sleep(0.5)
+        assert all(map(_alive, workers))
         parent.kill()
-    deadline = time.monotonic() + 3  # torch's own watch takes up to five seconds
-    while any(_alive(pid) for pid in workers) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(_alive(pid) for pid in workers)
+        assert _wait_until_gone(workers, 3.0)
+
+
+@linux_only
+@pytest.mark.parametrize("how", ["worker killed", "error in the parent"])
+def test_a_parent_that_fails_is_not_held_up_by_its_workers(config: Config, how: str) -> None:
+    with _parent_with_workers(config) as (parent, workers):
+        if how == "worker killed":
+            os.kill(workers[1], signal.SIGKILL)
+        else:
+            parent.send_signal(signal.SIGINT)
+        assert parent.stdin is not None
+        parent.stdin.close()
+        parent.wait(timeout=20)
+        assert _wait_until_gone(workers, 3.0)
