@@ -26,6 +26,8 @@ SUN = np.array([0.45, 0.35, 0.82])
 """Direction to the sun in the global frame, unit length."""
 ZENITH = np.array([92, 142, 206], dtype=np.float32)
 HORIZON = np.array([206, 218, 228], dtype=np.float32)
+SMOOTH_DEPTH = 14.0
+"""Depth up to which a pixel is smaller than a cell of the ground, so that cells are blended, m."""
 HAZE = 160.0
 """Distance over which colours fade to the horizon's by 63 %, m."""
 SHADOW_CELL = 0.1
@@ -116,15 +118,17 @@ def _ground_colours(scene: Scene, poses: Array, origin: Array, depth: Floats, ra
     """(P, 3) colours of ground pixels: the material, speckled, darker where an object keeps the sun away."""
     x, y = origin[:2, None].astype(np.float32) + depth * rays[:2]
     colours = COLOURS[scene.ground.material_at(x, y)]
-    cells_x, cells_y = (x * 20).astype(np.int32), (y * 20).astype(np.int32)
-    light = _speckle()[cells_y & 255, cells_x & 255]
+    close = depth < SMOOTH_DEPTH
+    colours[close] = scene.ground.colour_at(x[close], y[close])
+    speckle = _speckle()[(y * 20).astype(np.int32) & 255, (x * 20).astype(np.int32) & 255]
     shadow = _shadows(scene, poses, origin)
-    middle = len(shadow) // 2
-    column = ((x - np.float32(origin[0])) / np.float32(SHADOW_CELL)).astype(np.int32) + middle
-    row = ((y - np.float32(origin[1])) / np.float32(SHADOW_CELL)).astype(np.int32) + middle
-    near = (column >= 0) & (column < len(shadow)) & (row >= 0) & (row < len(shadow))
-    dark = near & shadow[np.where(near, row, 0), np.where(near, column, 0)]
-    return colours * np.where(dark, light * SHADOW_LIGHT, light)[:, None]
+    row, column = (
+        (p - np.float32(o - SHADOW_REACH)) / np.float32(SHADOW_CELL) for p, o in ((y, origin[1]), (x, origin[0]))
+    )
+    cells = np.stack([row, column]).astype(np.int32)
+    near = ((cells >= 0) & (cells < len(shadow))).all(axis=0)
+    dark = near & shadow[tuple(np.where(near, cells, 0))]
+    return colours * np.where(dark, speckle * SHADOW_LIGHT, speckle)[:, None]
 
 
 @lru_cache(maxsize=1)

@@ -18,6 +18,8 @@ CLEARANCE = 0.35
 """Least distance kept between two footprints, m."""
 LEAST_VIEW = 0.65
 """Share of a scene's time in which the middle of an annotated object should be in view."""
+FAR = 35.0
+"""Distance from the ego vehicle from which the view doesn't matter, m."""
 LOW = 1.3
 """Height up to which nothing is hidden behind an object, m: the LiDAR looks over it."""
 EGO_BOX_AHEAD = 1.4
@@ -78,6 +80,12 @@ def blocks_view(eye: Array, targets: Array, boxes: Array) -> NDArray[np.bool_]:
     return blocked
 
 
+def _is_far(eye: Array, targets: Array) -> NDArray[np.bool_]:
+    """(..., T) whether `targets` (..., T, 5) are too far from `eye` (T, 2) for the view of them to matter."""
+    far: NDArray[np.bool_] = np.hypot(targets[..., 0] - eye[:, 0], targets[..., 1] - eye[:, 1]) > FAR
+    return far
+
+
 class Crowd:
     """Solids that keep clear of each other and leave the ego vehicle a view of each annotated one."""
 
@@ -111,10 +119,10 @@ class Crowd:
 
     def _look(self, solid: Solid, footprint: Array, keep_view: bool) -> bool:
         """Note the solid as seen from the ego vehicle, unless the view is to be kept and would suffer."""
-        own = ~blocks_view(self._eye, footprint, self._screens).any(axis=0)
+        own = ~blocks_view(self._eye, footprint, self._screens).any(axis=0) | _is_far(self._eye, footprint[0])
         others = self._in_view.copy()
         if solid.size[2] > LOW:
-            others &= ~blocks_view(self._eye, self._targets, footprint)
+            others &= ~blocks_view(self._eye, self._targets, footprint) | _is_far(self._eye, self._targets)
         spoilt = (others.mean(axis=1) < LEAST_VIEW) & (self._in_view.mean(axis=1) >= LEAST_VIEW)
         if keep_view and (spoilt.any() or own.mean() < LEAST_VIEW):
             return False

@@ -71,6 +71,19 @@ class Ground:
         found: NDArray[np.uint8] = np.where(inside, self.materials.reshape(-1)[flat], np.uint8(GRASS))
         return found
 
+    def colour_at(self, x: Floats, y: Floats) -> Floats:
+        """(P, 3) colours of global positions (P,), blended between the four nearest cells."""
+        across, along = (
+            (p - np.float32(o)) / np.float32(CELL) + np.float32(0.5) for p, o in zip((x, y), self.origin, strict=True)
+        )
+        right, up = across - np.floor(across), along - np.floor(along)
+        half = np.float32(CELL / 2)
+        colours = np.zeros((len(x), 3), dtype=np.float32)
+        for step_x, weight_x in ((-half, 1 - right), (half, right)):
+            for step_y, weight_y in ((-half, 1 - up), (half, up)):
+                colours += (weight_x * weight_y)[:, None] * COLOURS[self.material_at(x + step_x, y + step_y)]
+        return colours
+
     def height_at(self, x: NDArray[np.floating], y: NDArray[np.floating]) -> NDArray[np.floating]:
         """Height of global positions (m), same shape and dtype."""
         kx, ky = WAVE_NUMBERS

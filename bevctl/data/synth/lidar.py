@@ -14,7 +14,7 @@ from bevctl.geometry import box_corners
 Array = NDArray[np.float64]
 
 MAX_RANGE = 70.0
-RANGE_NOISE = 0.012
+RANGE_NOISE = 0.01
 """Standard deviation of the range, m; cut off at three of them."""
 GROUND_ITERATIONS = 4
 
@@ -52,7 +52,7 @@ def directions(azimuth_steps: int, phase: float) -> Array:
 
 
 def _windows(boxes: Array, lidar2global: Array, steps: int, phase: float) -> list[Window | None]:
-    """The columns in which each of the boxes (n, 7, global frame) lies, seen from the LiDAR."""
+    """The columns in which each of the boxes (n, 7, global frame) lies; None beyond the range."""
     heading = np.arctan2(lidar2global[1, 0], lidar2global[0, 0])
     corners = box_corners(boxes)[:, :4, :2] - lidar2global[:2, 3]
     middle = boxes[:, :2] - lidar2global[:2, 3]
@@ -62,7 +62,11 @@ def _windows(boxes: Array, lidar2global: Array, steps: int, phase: float) -> lis
     step = 2 * np.pi / steps
     first = np.floor((bearing - heading + offsets.min(axis=1)) / step - phase).astype(int)
     last = np.ceil((bearing - heading + offsets.max(axis=1)) / step - phase).astype(int)
-    return [(slice(None), np.arange(a, b + 1) % steps) for a, b in zip(first, last, strict=True)]
+    reachable = np.hypot(corners[..., 0], corners[..., 1]).min(axis=1) < MAX_RANGE + boxes[:, 3]
+    return [
+        (slice(None), np.arange(a, b + 1) % steps) if near else None
+        for a, b, near in zip(first, last, reachable, strict=True)
+    ]
 
 
 def _reflectivity(scene: Scene, hits: Hits, rays: Array, origin: Array) -> Array:
