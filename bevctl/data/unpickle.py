@@ -63,14 +63,15 @@ def _allowed() -> dict[tuple[str, str], Any]:
     return table
 
 
-_ALLOWED = _allowed()
+PLAIN_VALUES = _allowed()
+"""(module, name) in a pickle → what stands for it here."""
 
 
 class _DataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Callable[..., Any]:
-        if (module, name) not in _ALLOWED:
+        if (module, name) not in PLAIN_VALUES:
             raise _Refused(f"{module}.{name}")
-        found: Callable[..., Any] = _ALLOWED[module, name]
+        found: Callable[..., Any] = PLAIN_VALUES[module, name]
         return found
 
 

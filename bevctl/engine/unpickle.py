@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bevctl.data.unpickle import _ALLOWED as PLAIN_VALUES
+from bevctl.data.unpickle import PLAIN_VALUES
 from bevctl.errors import BevctlError
 
 _INERT_PACKAGES = ("mmcv", "mmengine", "mmdet", "mmdet3d", "mmseg")
