@@ -39,9 +39,7 @@ def run_ranks(console: Console, cluster: Cluster, device: str, work: Callable[[W
     world = world_from_environment()
     if "RANK" not in os.environ and (cluster.gpus > 1 or cluster.nnodes > 1):
         check_cluster(cluster, device)
-        context = click.get_current_context()
-        quiet = ["--quiet"] if console.quiet else []
-        return launch([*quiet, context.info_name or "", *context.meta[_WORDS]], cluster)
+        return launch(same_command(console), cluster)
     try:
         code = work(world)
     except Exception as error:
@@ -51,3 +49,10 @@ def run_ranks(console: Console, cluster: Cluster, device: str, work: Callable[[W
         return code
     leave_outcome(os.environ, code)
     return code
+
+
+def same_command(console: Console, without: str = "") -> list[str]:
+    """The command line that repeats the running `RankedCommand`, leaving out the word `without`."""
+    context = click.get_current_context()
+    words = [word for word in context.meta[_WORDS] if word != without]
+    return [*(["--quiet"] if console.quiet else []), context.info_name or "", *words]

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bevctl.cli.options import ConfigCommand, ConfigRequest, config_option, config_options, json_option
+from bevctl.cli.options import ConfigRequest, config_option, config_options, json_option
+from bevctl.cli.ranks import RankedCommand, run_ranks, same_command
 from bevctl.console import Console
 from bevctl.errors import BevctlError, ExitCode
 
 if TYPE_CHECKING:
     from bevctl.config.schema import Config
+    from bevctl.engine.dist import World
     from bevctl.engine.launch import Cluster
     from bevctl.engine.run import RunOptions
-
-_WORDS = "bevctl.cli.train.words"
 
 
 class LossScale(click.ParamType):
@@ -39,15 +39,7 @@ class LossScale(click.ParamType):
         return number
 
 
-class TrainCommand(ConfigCommand):
-    """Remembers its own words, for the processes that run the same command again."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta[_WORDS] = list(args)
-        return super().parse_args(ctx, args)
-
-
-@click.command("train", cls=TrainCommand)
+@click.command("train", cls=RankedCommand)
 @config_options
 @config_option("--fp16", key="precision.dtype", flag_value="fp16", help="Mixed precision in FP16 with a loss scale.")
 @config_option("--bf16", key="precision.dtype", flag_value="bf16", help="Mixed precision in BF16.")
@@ -106,6 +98,7 @@ def command(
     A run is a folder: log.txt, log.jsonl, events.jsonl, run.json, config.yaml, epoch_N.pth, latest. SIGTERM or Ctrl-C
     writes a checkpoint and ends with exit code 6; --resume auto continues it.
     """
+    from bevctl.config.load import Given
     from bevctl.engine.launch import Cluster
     from bevctl.engine.run import RunOptions
     from bevctl.engine.workdir import resumed_config
@@ -115,7 +108,7 @@ def command(
         raise BevctlError("--resume and --load-from contradict each other.", "Resuming takes the weights as well.")
     options = _learning_rate(lr, lr_scaling)
     if epochs is not None:
-        options |= {"train.epochs": epochs, "train.schedule_iters": None}
+        options |= {"train.epochs": epochs, "train.schedule_iters": Given(None, "--epochs")}
     if grad_checkpoint:
         options["model.checkpointing"] = list(CHECKPOINTED_PARTS)
     work_dir = str(request.given["work_dir"].value) if "work_dir" in request.given else None
@@ -126,7 +119,7 @@ def command(
         return _preview(config, run, cluster, console)
     if detach:
         return _detach(config, run, console)
-    return _start(config, run, cluster, console)
+    return run_ranks(console, cluster, config.device, lambda world: _train(config, run, world, console))
 
 
 def _learning_rate(lr: float | None, rule: str | None) -> dict[str, Any]:
@@ -140,24 +133,10 @@ def _learning_rate(lr: float | None, rule: str | None) -> dict[str, Any]:
     return {"optim.lr_scaling": rule} if rule is not None else {}
 
 
-def _start(config: Config, run: RunOptions, cluster: Cluster, console: Console) -> int:
-    """Trains in this process, or in one process a GPU."""
-    from bevctl.engine.dist import world_from_environment
-    from bevctl.engine.launch import check_cluster, launch, leave_outcome
+def _train(config: Config, run: RunOptions, world: World, console: Console) -> int:
     from bevctl.engine.run import train
 
-    world = world_from_environment()
-    if world.size == 1 and "RANK" not in os.environ and (cluster.gpus > 1 or cluster.nnodes > 1):
-        check_cluster(cluster, config.device)
-        return launch(_same_command(console), cluster)
-    try:
-        result = train(config, run, world, console)
-    except Exception as error:
-        code = error.code if isinstance(error, BevctlError) else ExitCode.RUN_FAILED
-        if console.debug or not leave_outcome(os.environ, code, error):
-            raise
-        return code  # the process that launched this one tells
-    leave_outcome(os.environ, result.code)
+    result = train(config, run, world, console)
     if world.is_main:
         if result.code == ExitCode.PREEMPTED:
             console.info(f"Checkpoint written: {result.checkpoint}. Continue with --resume auto.")
@@ -165,12 +144,6 @@ def _start(config: Config, run: RunOptions, cluster: Cluster, console: Console) 
         body = {"work_dir": result.work_dir, "iter": result.iteration, "checkpoint": result.checkpoint}
         console.document("train", body, status)
     return result.code
-
-
-def _same_command(console: Console) -> list[str]:
-    """The command line of this command, without what would start processes again."""
-    words = click.get_current_context().meta[_WORDS]
-    return [*(["--quiet"] if console.quiet else []), "train", *(word for word in words if word != "--detach")]
 
 
 def _preview(config: Config, run: RunOptions, cluster: Cluster, console: Console) -> int:
@@ -202,7 +175,7 @@ def _detach(config: Config, run: RunOptions, console: Console) -> int:
     environment = {name: value for name, value in os.environ.items() if name != "BEVCTL_TRAIN_DETACH"}
     with log.open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "bevctl", *_same_command(console)],
+            [sys.executable, "-m", "bevctl", *same_command(console, without="--detach")],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -37,7 +37,7 @@ from bevctl.engine.signals import StopRequest
 from bevctl.engine.trainer import Plan, Trainer
 from bevctl.engine.workdir import check_unused, find_checkpoint, read_resume, work_dir_of
 from bevctl.errors import BevctlError, ExitCode
-from bevctl.evaluate.run import evaluate_model
+from bevctl.evaluate.job import evaluate_split
 from bevctl.files import atomic_write_text
 from bevctl.models.build import build_model
 from bevctl.runs.writer import RunWriter, read_run
@@ -119,9 +119,9 @@ def build_parts(config: Config, world: World, device: torch.device) -> Parts:
         )
     torch.manual_seed(config.seed)
     model = build_model(config)
-    kept = keep_fp32(model, config.precision.fp32_modules, device.type)
     if config.train.sync_bn and world.size > 1 and device.type == "cuda":
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    kept = keep_fp32(model, config.precision.fp32_modules, device.type)
     model.to(device)
     torch.manual_seed(config.seed + 1000 * world.rank)
     lr, lr_sentence = peak_lr(config.optim, config.train.batch * world.size * config.train.accumulate)
@@ -162,7 +162,7 @@ def train(config: Config, options: RunOptions, world: World, console: Console) -
     """
     device = select_device(config.device, world)
     work_dir = work_dir_of(config)
-    with StopRequest() as stop, process_group(world, device), _determinism(config.train.deterministic):
+    with StopRequest() as stop, process_group(world, device), _algorithms(config.train.deterministic):
         on_main(world, lambda: check_unused(work_dir, options.resume))
         checkpoint = read_resume(options.resume, work_dir, console.info if world.is_main else console.detail)
         parts = build_parts(config, world, device)
@@ -333,47 +333,24 @@ def _segment(parts: Parts, options: RunOptions, resumed: Resumed) -> dict[str, A
 
 def _evaluate(parts: Parts, console: Console) -> tuple[dict[str, float], dict[str, Any]]:
     """Scores the (averaged) weights on the evaluation split; every rank takes its share."""
-    config, world, model = parts.config, parts.world, parts.state.model
-    broadcast_buffers(world, model)
-    dataset = NuScenesDataset(config, "val")
-    loader = make_loader(
-        dataset,
-        batch=config.train.batch,
-        workers=config.train.workers,
-        epoch=0,
-        seed=config.seed,
-        rank=world.rank,
-        world=world.size,
-        shuffle=False,
-        drop_last=False,
-        pin=parts.device.type == "cuda",
-    )
+    broadcast_buffers(parts.world, parts.state.model)
+    dataset = NuScenesDataset(parts.config, "val")
     averaged = parts.state.average.applied() if parts.state.average else contextlib.nullcontext()
-    with averaged, random_state_kept(), console.progress(len(dataset) // world.size, "evaluating") as progress:
-        evaluation = evaluate_model(
-            model,
-            loader,
-            dataset.info,
-            config,
-            device=parts.device,
-            autocast=parts.precision.autocast,
-            rank=world.rank,
-            world=world.size,
-            progress=progress if world.is_main else None,
-        )
+    with averaged, random_state_kept():
+        evaluation = evaluate_split(parts.state.model, dataset, parts.device, parts.precision, parts.world, console)
     return evaluation.metrics(), evaluation.document()
 
 
 @contextlib.contextmanager
-def _determinism(wanted: bool) -> Iterator[None]:
-    """Deterministic algorithms inside the block, if wanted."""
-    if not wanted:
-        yield
-        return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
+def _algorithms(deterministic: bool) -> Iterator[None]:
+    """Deterministic algorithms inside the block, or the fastest: shapes stay the same, so cuDNN may try them all."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.benchmark = not deterministic
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]

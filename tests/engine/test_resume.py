@@ -244,7 +244,7 @@ def test_an_evaluation_in_between_changes_nothing(
         torch.rand(5)
         return Scores()
 
-    monkeypatch.setattr(engine_run, "evaluate_model", evaluate)
+    monkeypatch.setattr(engine_run, "evaluate_split", evaluate)
     bench.train(point_config(tmp_path / "plain"))
     plain = bench.weights
     bench.train(point_config(tmp_path / "evaluated", train={"eval_interval": 1, "ema": 0.5}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bevctl.batch import Batch
+from bevctl.console import Console
 from bevctl.engine import run as engine_run
 from bevctl.engine.checkpoint import read_checkpoint
 from bevctl.errors import BevctlError, ExitCode
@@ -224,3 +226,20 @@ def test_more_accumulation_than_data_is_an_error(tmp_path: Path, bench: Bench) -
 def test_deterministic_algorithms_only_during_the_run(tmp_path: Path, bench: Bench) -> None:
     bench.train(point_config(tmp_path / "run", train={"deterministic": True}), max_iters=1)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_a_bar_an_epoch_and_lines_above_it(tmp_path: Path, bench: Bench) -> None:
+    screen = _Terminal()
+    bench.console = Console(io.StringIO(), screen)
+    bench.train(point_config(tmp_path / "run"))
+    shown = screen.getvalue()
+    assert "epoch 1" in shown
+    assert "epoch 2" in shown
+    assert "8/8" in shown
+    assert "Epoch [2][8/8]" in shown
+    assert "Finished (iteration 16)" in shown

@@ -1,0 +1,233 @@
+"""`bevctl train` as a user meets it: options, messages, exit codes, real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bevctl.engine.checkpoint import read_checkpoint
+from bevctl.errors import ExitCode
+
+from ..conftest import Outcome
+from ..engine.disk import write_run_files
+
+Invoke = Callable[..., Outcome]
+NO_GPU = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def nano(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config whose run takes a second or two."""
+    return write_run_files(tmp_path_factory.mktemp("nano"))
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _events(work_dir: Path) -> list[str]:
+    return [json.loads(line)["message"] for line in (work_dir / "events.jsonl").read_text().splitlines()]
+
+
+def test_trains_and_continues_with_the_config_of_the_run(invoke: Invoke, nano: Path) -> None:
+    first = invoke("train", nano, "--work-dir", "run", "--max-iters", "3", "--json")
+    assert first.code == 0, first.err
+    assert first.document["schema"] == "bevctl.train/1"
+    assert (first.document["iter"], first.document["checkpoint"]) == (3, "run/iter_3.pth")
+    second = invoke("train", "--work-dir", "run", "--resume", "auto")
+    assert second.code == 0, second.err
+    assert "using the config of the resumed run" in second.err
+    assert "Same setting: continuing at iteration 3 (epoch 1, 3 of 4 done)" in second.err
+    third = invoke("train", nano, "--work-dir", "straight")
+    assert third.code == 0
+    weights = [read_checkpoint(Path(name) / "latest").state_dict for name in ("run", "straight")]
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def test_options_reach_the_config(invoke: Invoke, nano: Path) -> None:
+    options = (
+        "--bf16 --loss-scale 512 --batch 3 --accumulate 2 --workers 0 --lr 0.003 --warmup 7 --epochs 5 "
+        "--grad-clip 1.5 --grad-checkpoint --seed 9 --deterministic --device cpu -n --json"
+    )
+    in_iterations = ("--set", "train.schedule_iters=77")
+    done = invoke("train", nano, *options.split(), *in_iterations, "--work-dir", "somewhere")
+    assert done.code == 0, done.err
+    config = done.document["config"]
+    assert config["precision"]["dtype"] == "bf16"
+    assert config["precision"]["loss_scale"] == 512
+    train = config["train"]
+    assert (train["batch"], train["accumulate"], train["epochs"], train["deterministic"]) == (3, 2, 5, True)
+    assert (config["optim"]["lr"], config["optim"]["warmup"], config["optim"]["clip"]) == (0.003, 7, 1.5)
+    assert (config["seed"], config["work_dir"]) == (9, "somewhere")
+    assert config["model"]["checkpointing"] == ["camera", "lidar", "decoder"]
+    assert (done.document["iters_per_epoch"], done.document["total_iters"]) == (1, 5)
+    assert done.document["global_batch"] == 6
+    assert not Path("somewhere").exists()
+
+
+def test_the_dry_run_resolves_the_rate_and_uses_earlier_times(invoke: Invoke, nano: Path) -> None:
+    rule = ("--lr-scaling", "sqrt", "--set", "optim.base_batch=8", "--set", "optim.base_lr=2e-5")
+    planned = invoke("train", nano, "-n", "--batch", "4", "--accumulate", "2", *rule)
+    assert "learning rate 2e-05: sqrt rule from 2e-05 at batch 8 to global batch 8" in planned.out
+    assert "Finish: not known" in planned.out
+    assert invoke("train", nano, "--work-dir", "run", "--max-iters", "2").code == 0
+    timed = invoke("train", nano, "--work-dir", "run", "-n", "--json").document
+    assert timed["iter_time_s"] > 0
+    assert timed["duration_s"] == pytest.approx(timed["iter_time_s"] * 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--fp16", "--fp32"], "contradict"),
+        (["--lr", "1e-3", "--lr-scaling", "linear"], "contradict"),
+        (["--resume", "auto", "--load-from", "x.pth"], "contradict"),
+        (["--resume", "epoch_9.pth"], "no checkpoint epoch_9.pth"),
+        (["--load-from", "x.pth"], "no checkpoint x.pth"),
+        (["--loss-scale", "0"], "neither dynamic nor a number"),
+        (["--batch", "0"], "train.batch"),
+        (["--bacth", "4"], "No such option"),
+        (["--set", "data.root=/nowhere/at/all"], "/nowhere/at/all"),
+        (["--set", "optim.lr_scaling=linear"], "base_batch"),
+        (["--set", "precision.fp32_modules=[heads.objet]"], "heads.objet"),
+        (["--nnodes", "2"], "--rdzv-endpoint"),
+    ],
+)
+def test_what_cannot_work_is_one_sentence_and_exit_2(
+    invoke: Invoke, nano: Path, arguments: list[str], message: str
+) -> None:
+    done = invoke("train", nano, "--device", "cpu", *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert message in done.err
+    assert "Traceback" not in done.err
+    assert not Path("runs").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_zero_gpus_with_gpus_2(invoke: Invoke, nano: Path) -> None:
+    done = invoke("train", nano, "--device", "auto", "--gpus", "2")
+    assert done.code == 2
+    assert "--gpus 2, but no usable GPUs here" in done.err
+
+
+def test_a_port_in_use_is_told(invoke: Invoke, nano: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = invoke("train", nano, "--gpus", "2", "--rdzv-endpoint", f"127.0.0.1:{port}")
+        assert done.code == 4
+        assert f"port of 127.0.0.1:{port} is in use" in done.err
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        done = invoke("train", nano)
+        assert done.code == 4
+        assert f"port of 127.0.0.1:{port} is in use" in done.err
+
+
+def test_an_incomplete_distributed_environment_is_told(
+    invoke: Invoke, nano: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    done = invoke("train", nano)
+    assert done.code == 2
+    assert "incompletely" in done.err
+
+
+def test_a_damaged_checkpoint_is_one_sentence(invoke: Invoke, nano: Path) -> None:
+    assert invoke("train", nano, "--work-dir", "run", "--max-iters", "1").code == 0
+    damaged = Path("damaged.pth")
+    damaged.write_bytes(Path("run/iter_1.pth").read_bytes()[:5000])
+    done = invoke("train", nano, "--work-dir", "run", "--resume", damaged, "--json")
+    assert done.code == 2
+    assert "truncated or damaged" in done.document["error"]["message"]
+
+
+def _start(*arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "bevctl", "train", *map(str, arguments)]
+    environment = {**NO_GPU, "PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, **options)
+
+
+def _wait_for_records(work_dir: Path, count: int, process: subprocess.Popen[str]) -> None:
+    log = work_dir / "log.jsonl"
+    deadline = time.monotonic() + 120
+    while not log.exists() or len(log.read_text().splitlines()) < count:
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_two_ranks_agree_stop_together_and_resume(nano: Path) -> None:
+    """Two gloo processes: SIGTERM to the launcher checkpoints and gives 6; resumed, they end with equal weights."""
+    endless = ("--set", "train.schedule_iters=100000")
+    process = _start(nano, "--gpus", "2", "--work-dir", "run", "--batch", "1", "--workers", "1", *endless)
+    _wait_for_records(Path("run"), 3, process)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == ExitCode.PREEMPTED, errors
+    stopped = read_checkpoint(Path("run/latest"))
+    assert stopped.iteration is not None
+    assert stopped.iteration >= 3
+    assert len(stopped.content["rng"]) == 2
+    assert not torch.equal(stopped.content["rng"][0]["torch"], stopped.content["rng"][1]["torch"])
+    limit = str(stopped.iteration + 2)
+    again = _start(
+        nano, "--gpus", "2", "--resume", "auto", "--work-dir", "run", "--batch", "1", "--max-iters", limit, *endless
+    )
+    _, errors = again.communicate(timeout=120)
+    assert again.returncode == 0, errors
+    assert any(line.startswith("Same setting") for line in _events(Path("run")))
+    assert errors.count("Same setting") == 1, "only rank 0 speaks"
+    assert json.loads(Path("run/run.json").read_text())["segments"][1]["world"] == 2
+
+
+def test_a_failing_worker_keeps_its_exit_code_and_speaks_once(nano: Path) -> None:
+    spoilt = ("--set", "optim.lr=1e30", "--set", "optim.clip=null", "--set", "train.schedule_iters=100000")
+    process = _start(nano, "--gpus", "2", "--work-dir", "run", "--batch", "1", *spoilt)
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == ExitCode.NONFINITE, errors
+    assert errors.count("error: ") == 1
+    assert "50 steps in a row" in errors
+    assert "Traceback" not in errors
+
+
+def test_a_second_signal_ends_at_once(nano: Path) -> None:
+    process = _start(nano, "--work-dir", "run", "--set", "train.schedule_iters=100000")
+    _wait_for_records(Path("run"), 1, process)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED, ExitCode.TERMINATED)
+
+
+def test_detached_training_goes_on_in_the_background(nano: Path) -> None:
+    starter = _start(nano, "--work-dir", "run", "--max-iters", "2", "--detach", "--json", stdout=subprocess.PIPE)
+    out, errors = starter.communicate(timeout=60)
+    assert starter.returncode == 0, errors
+    document = json.loads(out)
+    assert document["status"] == "started"
+    assert os.getsid(document["pid"]) == document["pid"], "it has a session of its own"
+    deadline = time.monotonic() + 60
+    while not Path("run/iter_2.pth").exists():
+        assert time.monotonic() < deadline, Path("run/console.log").read_text()
+        time.sleep(0.1)
+    assert Path(document["console_log"]).exists()
