@@ -225,7 +225,7 @@ def _train(
             world=world,
             device=parts.device,
             loader_for=parts.loader,
-            recorder=Recorder(world, parts.device, _global_batch(parts), total, resumed.skipped_steps),
+            recorder=Recorder(world, parts.device, _global_batch(parts), plan.stop_at, resumed.skipped_steps),
             journal=journal,
             stop=stop,
             iteration=resumed.iteration,
