@@ -240,7 +240,8 @@ def _fit(trainer: Trainer, journal: RunJournal) -> ExitCode:
     try:
         code = trainer.fit()
         status = _STATUS[code]
-        message = f"Stopped by {trainer.stop.name}" if code == ExitCode.PREEMPTED else "Finished"
+        asked_by = trainer.stop.name or "a signal to another rank"
+        message = f"Stopped by {asked_by}" if code == ExitCode.PREEMPTED else "Finished"
         return code
     except torch.cuda.OutOfMemoryError as error:
         message = f"GPU memory ran out in iteration {trainer.iteration + 1}: {str(error).split('. ')[0]}."

@@ -87,6 +87,7 @@ def test_ranks_share_skips_stops_and_weights(tmp_path: Path) -> None:
     assert [r["skipped_steps"] for r in records] == [0, 0, 1, 1, 1, 1, 1]
     assert records[2]["loss"] is None, "the mean over ranks shows the other rank's overflow"
     assert (tmp_path / "run" / f"iter_{SIGNAL_AT + 1}.pth").exists()
+    assert "Stopped by a signal to another rank" in (tmp_path / "run" / "log.txt").read_text()
     assert [r["gathered"] for r in ranks] == [[0, 1]] * 2
     assert [r["refused"] for r in ranks] == [["rank 0 says no", ExitCode.RUN_FAILED]] * 2
 
