@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw
 
 from bevctl.data.synth.ground import COLOURS
 from bevctl.data.synth.objects import MAX_PARTS
-from bevctl.data.synth.raycast import CODES, GROUND, NOTHING, Hits, Window, cast
+from bevctl.data.synth.raycast import CODES, GROUND, Hits, Window, cast
 from bevctl.data.synth.rig import Camera, image_size
 from bevctl.data.synth.scene import Scene
 from bevctl.geometry import box_corners, invert_rigid, transform_points
@@ -33,6 +33,9 @@ HAZE = 160.0
 SHADOW_CELL = 0.1
 SHADOW_REACH = 60.0
 SHADOW_LIGHT = np.float32(0.56)
+PANE = np.array([52, 66, 82], dtype=np.float32)
+FACES = ([0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 5, 4], [1, 2, 6, 5], [2, 3, 7, 6], [3, 0, 4, 7])
+"""Corners (of `geometry.box_corners`) of each face of a box."""
 EDGES = ((0, 1), (1, 2), (2, 3), (3, 0), (4, 5), (5, 6), (6, 7), (7, 4), (0, 4), (1, 5), (2, 6), (3, 7))
 """Corners (of `geometry.box_corners`) that each edge of a box joins."""
 
@@ -44,23 +47,32 @@ class Picture:
     pixels: NDArray[np.uint8]
     """(H, W, 3) RGB."""
     hits: Hits
-    """Ray parameter is depth along the optical axis, m."""
+    """The ray parameter is depth along the optical axis, m."""
 
 
 def render(scene: Scene, camera: Camera, time: float, scale: float) -> Picture:
     """What `camera` sees at `time`, at `scale` times 1600×900 pixels."""
-    camera2global = scene.ego2global(time) @ camera.camera2ego
-    origin = camera2global[:3, 3]
     hits, rays = trace(scene, camera, time, scale)
-    poses = scene.poses(time)
-    colours = _sky(rays)
-    on_ground = hits.surface == GROUND
-    colours[on_ground] = _ground_colours(scene, poses, origin, hits.distance[on_ground], rays[:, on_ground])
-    on_solid = hits.surface >= 0
-    colours[on_solid] = _solid_colours(scene, poses, origin, hits, rays, on_solid)
-    haze = np.exp(np.where(hits.surface == NOTHING, np.float32(0), hits.distance) * np.float32(-1 / HAZE))[..., None]
-    colours = HORIZON + (colours - HORIZON) * haze
-    return Picture(colours.clip(0, 255).astype(np.uint8), hits)
+    origin = (scene.ego2global(time) @ camera.camera2ego)[:3, 3]
+    view = _View(scene, scene.poses(time), origin.astype(np.float32))
+    pixels = _sky(camera, scale).copy()
+    surface, depth, rays = hits.surface.ravel(), hits.distance.ravel(), rays.reshape(3, -1)
+    for paint, shown in ((_ground_colours, surface == GROUND), (_solid_colours, surface >= 0)):
+        where = np.flatnonzero(shown)
+        places = view.origin[:, None] + depth[where] * rays[:, where]
+        pixels[where] = _hazed(paint(view, places, depth[where], surface[where]), depth[where])
+    return Picture(pixels.reshape(*hits.surface.shape, 3), hits)
+
+
+@dataclass(frozen=True)
+class _View:
+    """A scene at the time of one image."""
+
+    scene: Scene
+    poses: Array
+    """(n, 4) of the solids."""
+    origin: Floats
+    """(3,) position of the camera, global."""
 
 
 def trace(scene: Scene, camera: Camera, time: float, scale: float) -> tuple[Hits, Floats]:
@@ -108,24 +120,29 @@ def _window(corners: Array, intrinsics: Array, size: tuple[int, int]) -> Window 
     return slice(low[1], high[1]), slice(low[0], high[0])
 
 
-def _sky(rays: Floats) -> Floats:
-    """(H, W, 3) colours from the horizon up."""
-    up = (rays[2] / np.sqrt((rays**2).sum(axis=0))).clip(0, 1)[..., None] ** np.float32(0.6)
-    return HORIZON + (ZENITH - HORIZON) * up
+@lru_cache(maxsize=12)
+def _sky(camera: Camera, scale: float) -> NDArray[np.uint8]:
+    """(H · W, 3) colours of a picture with nothing in it; the car stays level, so that they never change."""
+    rays = np.einsum("ij,jrc->irc", camera.camera2ego[:3, :3].astype(np.float32), _pixel_rays(camera, scale))
+    up = (rays[2] / np.sqrt((rays**2).sum(axis=0))).clip(0, 1).reshape(-1, 1) ** 0.6
+    return (HORIZON + (ZENITH - HORIZON) * up).astype(np.uint8)
 
 
-def _ground_colours(scene: Scene, poses: Array, origin: Array, depth: Floats, rays: Floats) -> Floats:
-    """(P, 3) colours of ground pixels: the material, speckled, darker where an object keeps the sun away."""
-    x, y = origin[:2, None].astype(np.float32) + depth * rays[:2]
-    colours = COLOURS[scene.ground.material_at(x, y)]
+def _hazed(colours: Floats, depth: Floats) -> NDArray[np.uint8]:
+    """(P, 3) colours faded towards the horizon's with depth (P,)."""
+    haze = np.exp(depth * np.float32(-1 / HAZE))[:, None]
+    return (HORIZON + (colours - HORIZON) * haze).clip(0, 255).astype(np.uint8)
+
+
+def _ground_colours(view: _View, places: Floats, depth: Floats, _surface: NDArray[np.int32]) -> Floats:
+    """(P, 3) colours of ground at `places` (3, P): the material, speckled, darker where a solid keeps the sun away."""
+    x, y, _ = places
+    colours = COLOURS[view.scene.ground.material_at(x, y)]
     close = depth < SMOOTH_DEPTH
-    colours[close] = scene.ground.colour_at(x[close], y[close])
+    colours[close] = view.scene.ground.colour_at(x[close], y[close])
     speckle = _speckle()[(y * 20).astype(np.int32) & 255, (x * 20).astype(np.int32) & 255]
-    shadow = _shadows(scene, poses, origin)
-    row, column = (
-        (p - np.float32(o - SHADOW_REACH)) / np.float32(SHADOW_CELL) for p, o in ((y, origin[1]), (x, origin[0]))
-    )
-    cells = np.stack([row, column]).astype(np.int32)
+    shadow = _shadows(view)
+    cells = ((places[1::-1] - view.origin[1::-1, None] + SHADOW_REACH) * (1 / SHADOW_CELL)).astype(np.int32)
     near = ((cells >= 0) & (cells < len(shadow))).all(axis=0)
     dark = near & shadow[tuple(np.where(near, cells, 0))]
     return colours * np.where(dark, speckle * SHADOW_LIGHT, speckle)[:, None]
@@ -137,41 +154,33 @@ def _speckle() -> Floats:
     return np.random.default_rng(0).normal(1.0, 0.035, (256, 256)).astype(np.float32)
 
 
-def _shadows(scene: Scene, poses: Array, origin: Array) -> NDArray[np.bool_]:
-    """Square raster around the camera: True where the sun does not reach the ground."""
+def _shadows(view: _View) -> NDArray[np.bool_]:
+    """Square raster around the camera, (y, x): True where the sun does not reach the ground."""
     side = int(2 * SHADOW_REACH / SHADOW_CELL)
     image = Image.new("1", (side, side))
     draw = ImageDraw.Draw(image)
-    corners = box_corners(scene.boxes(poses))
+    corners = box_corners(view.scene.boxes(view.poses))
     # The shadow of a box is the hull of its footprint and of its top moved away from the sun.
-    fallen = corners[..., :2] - SUN[:2] / SUN[2] * (corners[..., 2:] - poses[:, None, 2:3])
-    cells = (fallen - origin[:2] + SHADOW_REACH) / SHADOW_CELL
+    fallen = corners[..., :2] - SUN[:2] / SUN[2] * (corners[..., 2:] - view.poses[:, None, 2:3])
+    cells = (fallen - view.origin[:2] + SHADOW_REACH) / SHADOW_CELL
     for outline in cells:
         if (outline.max(axis=0) > 0).all() and (outline.min(axis=0) < side).all():
-            for face in ([0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 5, 4], [1, 2, 6, 5], [2, 3, 7, 6], [3, 0, 4, 7]):
+            for face in FACES:
                 draw.polygon([(float(a), float(b)) for a, b in outline[face]], fill=1)
     return np.asarray(image)
 
 
-def _solid_colours(
-    scene: Scene, poses: Array, origin: Array, hits: Hits, rays: Floats, mask: NDArray[np.bool_]
-) -> Floats:
-    """(P, 3) colours of the pixels of `mask`: the part's colour under sun and sky, windows on buildings."""
-    surface = hits.surface[mask]
-    colours = _palette(scene, poses)[surface]
-    kinds = np.array([solid.kind == "building" for solid in scene.solids])
-    wall = kinds[surface // CODES] & (surface % 6 < 4)
-    points = origin[:, None].astype(np.float32) + hits.distance[mask][wall] * rays[:, mask][:, wall]
-    feet = poses.astype(np.float32)[surface[wall] // CODES]
-    c, s = np.cos(feet[:, 3]), np.sin(feet[:, 3])
-    dx, dy = points[0] - feet[:, 0], points[1] - feet[:, 1]
-    on_end = surface[wall] % 6 < 2
-    along = np.where(on_end, c * dy - s * dx, c * dx + s * dy)
-    height = points[2] - feet[:, 2]
+def _solid_colours(view: _View, places: Floats, _depth: Floats, surface: NDArray[np.int32]) -> Floats:
+    """(P, 3) colours of solids at `places` (3, P): the part's colour under sun and sky, windows on buildings."""
+    colours = _palette(view.scene, view.poses)[surface]
+    is_building = np.array([solid.kind == "building" for solid in view.scene.solids])
+    wall = np.flatnonzero(is_building[surface // CODES] & (surface % 6 < 4))
+    foot = view.poses.astype(np.float32)[surface[wall] // CODES]
+    dx, dy, height = places[:, wall] - foot[:, :3].T
+    c, s = np.cos(foot[:, 3]), np.sin(foot[:, 3])
+    along = np.where(surface[wall] % 6 < 2, c * dy - s * dx, c * dx + s * dy)
     pane = (np.abs(along % 2.6 - 1.3) < 0.7) & (np.abs((height - 0.4) % 2.9 - 1.4) < 0.75) & (height > 0.9)
-    windows = colours[wall]
-    windows[pane] = windows[pane] * np.float32(0.25) + np.array([52, 66, 82], dtype=np.float32)
-    colours[wall] = windows
+    colours[wall[pane]] = colours[wall[pane]] * np.float32(0.25) + PANE
     return colours
 
 

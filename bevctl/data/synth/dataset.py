@@ -15,7 +15,7 @@ from pathlib import Path
 from bevctl import __version__
 from bevctl.data.synth.capture import LIDAR, Captured, capture_scene
 from bevctl.data.synth.maps import MASK_TOKENS, MapExpansion, draw_mask
-from bevctl.data.synth.options import TRAIN_LOCATIONS, VAL_LOCATION, SynthOptions, SynthSummary
+from bevctl.data.synth.options import TRAIN_LOCATIONS, VAL_LOCATION, VERSIONS, SynthOptions, SynthSummary
 from bevctl.data.synth.rig import CAMERAS
 from bevctl.data.synth.scene import TILES_PER_ROW, ScenePlan, tile_size
 from bevctl.data.synth.tables import Record, Tables, merge, shared_tables
@@ -71,12 +71,14 @@ def _check_target(root: Path) -> None:
 
 
 def _prepare_target(root: Path, options: SynthOptions) -> None:
-    """Remove an earlier set, tables first, and make the folders."""
+    """Remove an earlier set, tables and info files first, and make the folders."""
     root.mkdir(parents=True, exist_ok=True)
     marker = root / MARKER
     if marker.is_file():
-        for version in ("v1.0-mini", "v1.0-trainval"):
+        for version in VERSIONS:
             shutil.rmtree(root / version, ignore_errors=True)
+        for info in root.glob("*_infos_*.pkl"):
+            info.unlink()
         for name in ("samples", "sweeps", "maps"):
             shutil.rmtree(root / name, ignore_errors=True)
     atomic_write_text(marker, json.dumps({"bevctl": __version__, "version": options.version, "seed": options.seed}))

@@ -10,10 +10,9 @@ from numpy.typing import NDArray
 
 from bevctl.data.synth.camera import trace
 from bevctl.data.synth.ground import Ground
-from bevctl.data.synth.lidar import directions
 from bevctl.data.synth.objects import Solid
 from bevctl.data.synth.raycast import CODES, GROUND, NOTHING, cast
-from bevctl.data.synth.rig import CAMERAS, LIDAR2EGO
+from bevctl.data.synth.rig import CAMERAS
 from bevctl.data.synth.road import Road, make_layout
 from bevctl.data.synth.scene import Scene
 
@@ -125,20 +124,3 @@ def test_windows_lose_nothing(scenes: dict[str, Scene]) -> None:
         )
         np.testing.assert_array_equal(hits.surface, everywhere.surface)
         np.testing.assert_array_equal(hits.silhouettes[annotated], everywhere.silhouettes[annotated])
-
-
-def test_lidar_windows_lose_nothing(scenes: dict[str, Scene]) -> None:
-    from bevctl.data.synth.lidar import MAX_RANGE, _windows
-
-    scene = next(iter(scenes.values()))
-    phase, steps = 0.3, 150
-    lidar2global = scene.ego2global(0.5) @ LIDAR2EGO
-    rays = np.einsum("ij,jrc->irc", lidar2global[:3, :3], directions(steps, phase))
-    poses = scene.poses(0.5)
-    windows = _windows(scene.boxes(poses), lidar2global, steps, phase)
-    origin = lidar2global[:3, 3]
-    some = cast(origin, rays, scene.solids, poses, windows, scene.ground, 4)
-    every = cast(origin, rays, scene.solids, poses, [EVERYWHERE] * len(scene.solids), scene.ground, 4)
-    seen = every.distance < MAX_RANGE
-    np.testing.assert_array_equal(some.surface[seen], every.surface[seen])
-    np.testing.assert_array_equal(some.distance[seen], every.distance[seen])

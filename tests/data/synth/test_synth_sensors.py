@@ -135,7 +135,7 @@ def test_objects_hits_lie_within_their_boxes(scene: Scene, points: NDArray[np.fl
     )
 
 
-def test_range_noise_has_the_stated_spread(scene: Scene) -> None:
+def test_ranges_are_those_of_rays_cast_everywhere_plus_noise(scene: Scene) -> None:
     first = scan(scene, TIME, 400, np.random.default_rng(1))
     clean = _noiseless(scene, 1)
     ranges, expected = np.linalg.norm(first[:, :3], axis=1), clean
