@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import multiprocessing.process
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from bevctl import __version__
@@ -35,7 +38,7 @@ def make_dataset(root: Path, options: SynthOptions, progress: Progress | None = 
     `root` must be missing, empty or hold an earlier synthetic set, which is replaced. The tables are put in place
     last and at once: a folder `root/<version>` means a complete set.
 
-    Raises BevctlError where `root` holds anything else or can't be written.
+    Raises BevctlError where `root` holds anything else or can't be written, or when a worker process dies.
     """
     started = time.monotonic()
     _check_target(root)
@@ -43,6 +46,12 @@ def make_dataset(root: Path, options: SynthOptions, progress: Progress | None = 
         _prepare_target(root, options)
         captured = _capture_all(root, options, progress)
         return _finish(root, options, captured, started)
+    except BrokenProcessPool as error:
+        raise BevctlError(
+            f"a worker process ended while it wrote {root}",
+            "Memory may have run out: try fewer processes.",
+            ExitCode.RUN_FAILED,
+        ) from error
     except OSError as error:
         raise BevctlError(
             f"cannot write the data set to {root}: {error.strerror or error}",
@@ -106,7 +115,7 @@ def _captures(root: Path, plans: list[ScenePlan], options: SynthOptions) -> Iter
         return
     # Spawned, not forked: the caller may have threads or a CUDA context.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_ignore_interrupt) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_follow_parent) as pool:
         futures = {pool.submit(capture_scene, root, plan, options): plan.number for plan in plans}
         try:
             for future in as_completed(futures):
@@ -119,9 +128,17 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _ignore_interrupt() -> None:
-    """Ctrl-C reaches the whole process group; the parent stops the workers."""
+def _follow_parent() -> None:
+    """Leave Ctrl-C, which reaches the whole process group, to the parent; end with it, however it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
+
+
+def _exit_after(parent: multiprocessing.process.BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def _finish(root: Path, options: SynthOptions, captured: list[Captured], started: float) -> SynthSummary:
