@@ -69,6 +69,19 @@ class Checkpoint:
     def iteration(self) -> int | None:
         return _count(self.meta.get("iter"))
 
+    @property
+    def loss_scaler(self) -> dict[str, Any] | None:
+        """GradScaler state where bevctl, mmcv's fp16 hook or mmengine's AMP wrapper puts it."""
+        fp16 = self.meta.get("fp16")
+        optimizer = self.content.get("optimizer")
+        candidates = (
+            self.content.get("scaler"),
+            fp16.get("loss_scaler") if isinstance(fp16, Mapping) else None,
+            optimizer.get("loss_scaler") if isinstance(optimizer, Mapping) else None,
+        )
+        found = (c for c in candidates if isinstance(c, Mapping) and {"scale", "_growth_tracker"} <= c.keys())
+        return next((dict(c) for c in found), None)
+
 
 def _tensors(entries: Mapping[str, Any]) -> dict[str, Tensor]:
     return {key: value for key, value in entries.items() if isinstance(value, Tensor)}

@@ -219,26 +219,13 @@ def _is_adam_state(state: Any, weight: Tensor) -> bool:
 def _restore_scaler(state: TrainState, checkpoint: Checkpoint) -> list[str]:
     if not state.half:
         return []
-    saved = _saved_scaler(checkpoint)
+    saved = checkpoint.loss_scaler
     if not state.scaler.dynamic:
         return [f"Loss scale: fixed at {state.scaler.value.item():.10g} by the config"]
     if saved is None:
         return [f"Loss scale: fresh at {state.scaler.value.item():.10g}, the file has none"]
     state.scaler.load_state_dict(saved)
     return [f"Loss scale: restored at {state.scaler.value.item():.10g}"]
-
-
-def _saved_scaler(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """GradScaler state where bevctl, mmcv's fp16 hook or mmengine's AMP wrapper puts it."""
-    fp16 = checkpoint.meta.get("fp16")
-    optimizer = checkpoint.content.get("optimizer")
-    candidates = (
-        checkpoint.content.get("scaler"),
-        fp16.get("loss_scaler") if isinstance(fp16, Mapping) else None,
-        optimizer.get("loss_scaler") if isinstance(optimizer, Mapping) else None,
-    )
-    found = (c for c in candidates if isinstance(c, Mapping) and {"scale", "_growth_tracker"} <= c.keys())
-    return next((dict(c) for c in found), None)
 
 
 def _restore_average(state: TrainState, checkpoint: Checkpoint) -> list[str]:
