@@ -171,15 +171,19 @@ def train(config: Config, options: RunOptions, world: World, console: Console) -
 
 
 def _start_state(parts: Parts, checkpoint: Checkpoint | None, load_from: str | None) -> Resumed:
+    """Continues `checkpoint`; or starts afresh, from the image backbone's weights and then from `load_from`."""
     if checkpoint is not None:
         return restore(parts.state, checkpoint, parts.world)
-    if load_from is None:
-        return Resumed()
-    source = read_checkpoint(find_checkpoint(load_from, work_dir_of(parts.config)))
-    report = load_state(parts.state.model, source)
-    if parts.state.average is not None:
+    camera = parts.config.model.camera
+    sources = [Path(camera.pretrained)] if camera is not None and camera.pretrained else []
+    sources += [find_checkpoint(load_from, work_dir_of(parts.config))] if load_from is not None else []
+    notes = []
+    for source in sources:
+        report = load_state(parts.state.model, read_checkpoint(source))
+        notes += [f"Weights from {source}, training starts at iteration 0", *report.sentences()]
+    if sources and parts.state.average is not None:
         parts.state.average.load_state_dict(parts.state.model.state_dict())
-    return Resumed(notes=[f"Weights from {source.path}, training starts at iteration 0", *report.sentences()])
+    return Resumed(notes=notes)
 
 
 def _train(

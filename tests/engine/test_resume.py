@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bevctl.batch import Batch
-from bevctl.config.schema import Config
+from bevctl.config.schema import CameraConfig, Config
 from bevctl.engine import run as engine_run
 from bevctl.engine.checkpoint import Checkpoint, read_checkpoint
 from bevctl.engine.resume import foreign_parameter_states
@@ -199,6 +199,17 @@ def test_load_from_takes_weights_alone(tmp_path: Path, bench: Bench) -> None:
     assert result.iteration == 0
     assert all(torch.equal(value, bench.weights[name]) for name, value in trained.items())
     assert "Weights from" in _events(tmp_path / "second", "resume")[0]
+
+
+def test_a_fresh_run_starts_from_the_pretrained_image_backbone(tmp_path: Path, bench: Bench) -> None:
+    bench.train(point_config(tmp_path / "first"), max_iters=8)
+    trained = bench.weights
+    camera = CameraConfig(pretrained=str(tmp_path / "first" / "latest"))
+    config = point_config(tmp_path / "second", model={"camera": camera})
+    bench.train(config, max_iters=0)
+    assert all(torch.equal(value, bench.weights[name]) for name, value in trained.items())
+    bench.train(dataclasses.replace(config, seed=7), resume="auto", max_iters=3)
+    assert "Weights from" not in _events(tmp_path / "second", "resume")[-1]
 
 
 def test_auto_passes_over_a_damaged_checkpoint(tmp_path: Path, bench: Bench) -> None:

@@ -1,0 +1,132 @@
+"""What only a CUDA device can show: the CPU's numbers, every precision, a step without waiting, determinism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from bevctl.batch import Batch
+from bevctl.config.schema import Config
+from bevctl.engine.optim import build_optimizer
+from bevctl.engine.precision import MatmulCounter, resolve_precision
+from bevctl.engine.scaler import LossScaler
+from bevctl.models.build import build_model
+from bevctl.ops.bev_pool import bev_pool
+from tests.models.nano import nano_batch, nano_config
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _full_float32() -> Iterator[None]:
+    """No TF32, so that FP32 on the GPU can be compared with the CPU."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = before
+
+
+def _losses(config: Config, device: torch.device) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = build_model(config).to(device).eval()
+    losses: dict[str, Tensor] = model(nano_batch(config).to(device))
+    return {name: value.detach().cpu() for name, value in losses.items()}
+
+
+def test_losses_equal_the_cpus() -> None:
+    config = nano_config()
+    on_cpu, on_gpu = _losses(config, torch.device("cpu")), _losses(config, CUDA)
+    assert on_gpu.keys() == on_cpu.keys()
+    for name, value in on_cpu.items():
+        assert torch.allclose(on_gpu[name], value, rtol=2e-3, atol=2e-3), (name, on_gpu[name], value)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_a_batch_is_learnt_in_every_precision(dtype: str) -> None:
+    config = nano_config(**{"precision.dtype": dtype, "precision.init_scale": 1024.0})
+    first, last = _train(config, nano_batch(config).to(CUDA), steps=60)
+    assert last < 0.6 * first
+
+
+def _train(config: Config, batch: Batch, steps: int) -> tuple[float, float]:
+    """Total loss of the first and of the last of `steps` steps on one batch."""
+    torch.manual_seed(0)
+    precision = resolve_precision(config.precision.dtype, CUDA)
+    model = build_model(config).to(CUDA)
+    optimizer = build_optimizer(model, config.optim, 2e-3)
+    scaler = LossScaler(config.precision, precision.is_half, CUDA)
+    totals = []
+    for _ in range(steps):
+        optimizer.zero_grad(set_to_none=True)
+        with precision.autocast():
+            losses = model(batch)
+        total = torch.stack([value.float() for name, value in losses.items() if name.startswith("loss/")]).sum()
+        scaler.scale(total).backward()
+        scaler.unscale(model.parameters())
+        scaler.step(optimizer)
+        scaler.update()
+        totals.append(total.detach())
+    return float(totals[0]), float(totals[-1])
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_most_work_is_in_half_precision(dtype: str) -> None:
+    config = nano_config()
+    precision = resolve_precision(dtype, CUDA)
+    model = build_model(config).to(CUDA)
+    with MatmulCounter() as counter, precision.autocast():
+        model(nano_batch(config).to(CUDA))
+    assert counter.share(precision.dtype) > 0.8
+
+
+def test_pooling_equals_the_cpus_forward_and_backward() -> None:
+    torch.manual_seed(0)
+    depth, context = torch.rand(2, 3, 4, 5, 6), torch.randn(2, 3, 7, 5, 6)
+    cells = torch.randint(-1, 16, (2, 3, 4, 5, 6))
+    results = []
+    for device in (torch.device("cpu"), CUDA):
+        d, c = depth.to(device).requires_grad_(), context.to(device).requires_grad_()
+        pooled = bev_pool(d, c, cells.to(device), (4, 4))
+        gradients = torch.autograd.grad((pooled**2).sum(), (d, c))
+        results.append([t.detach().cpu() for t in (pooled, *gradients)])
+    for on_cpu, on_gpu in zip(*results, strict=True):
+        torch.testing.assert_close(on_gpu, on_cpu, rtol=1e-4, atol=1e-4)
+
+
+def test_deterministic_training_repeats_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    config = nano_config(**{"precision.dtype": "fp16", "precision.init_scale": 1024.0})
+    batch = nano_batch(config).to(CUDA)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert _train(config, batch, steps=8) == _train(config, batch, steps=8)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_step_waits_for_the_device_only_where_sizes_come_from_it() -> None:
+    """Scaling, clipping, the guarded step and the scale's update never ask the device for a number."""
+    config = nano_config(**{"precision.dtype": "fp16"})
+    model = build_model(config).to(CUDA)
+    optimizer = build_optimizer(model, config.optim, 1e-3)
+    scaler = LossScaler(config.precision, True, CUDA)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    scaler.step(optimizer)  # the first step allocates the optimizer's state
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        scaler.unscale(parameters)
+        scaler.reject_if_nonfinite(torch.nn.utils.clip_grad_norm_(parameters, 35.0))
+        scaler.step(optimizer)
+        scaler.update()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.isfinite(scaler.value)
