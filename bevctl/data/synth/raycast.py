@@ -87,17 +87,13 @@ def _cast_solid(
     nearest = np.full(x.shape, np.inf, dtype=x.dtype)
     code = np.zeros(x.shape, dtype=np.int32)
     for part, box in enumerate(parts.astype(x.dtype)):
-        enter, face, leave = None, faces[0], None
-        for axis in range(3):
-            low = (box[axis] - start[axis]) * inverse[axis]
-            high = (box[axis + 3] - start[axis]) * inverse[axis]
-            first, last = np.minimum(low, high), np.maximum(low, high)
-            if enter is None or leave is None:
-                enter, leave = first, last
-            else:
-                face = np.where(first > enter, faces[axis], face)
-                enter, leave = np.maximum(enter, first), np.minimum(leave, last)
-        assert enter is not None
+        low = [(box[axis] - start[axis]) * inverse[axis] for axis in range(3)]
+        high = [(box[axis + 3] - start[axis]) * inverse[axis] for axis in range(3)]
+        first = [np.minimum(a, b) for a, b in zip(low, high, strict=True)]
+        last = [np.maximum(a, b) for a, b in zip(low, high, strict=True)]
+        enter = np.maximum(np.maximum(first[0], first[1]), first[2])
+        leave = np.minimum(np.minimum(last[0], last[1]), last[2])
+        face = np.where(first[0] == enter, faces[0], np.where(first[1] == enter, faces[1], faces[2]))
         hit = (enter <= leave) & (enter > 0) & (enter < nearest)
         nearest = np.where(hit, enter, nearest)
         code = np.where(hit, face + np.int32(part * 6), code)
