@@ -19,6 +19,7 @@ from bevctl.errors import BevctlError, ExitCode, did_you_mean
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "quickstart": ("bevctl.cli.quickstart", "See it all work, with no GPU and no data: make, train, resume, evaluate."),
+    "preflight": ("bevctl.cli.preflight", "Check in seconds whether a run will start, compute, fit and save."),
     "train": ("bevctl.cli.train", "Train a model, or continue a run."),
     "eval": ("bevctl.cli.eval", "Score a checkpoint: mAP, NDS, map IoU; submission file, pictures."),
     "data": ("bevctl.cli.data", "Make, prepare and check data sets in nuScenes format."),

@@ -16,6 +16,7 @@ from bevctl.errors import BevctlError
 from bevctl.finding import Check, CheckStatus
 
 if TYPE_CHECKING:
+    from bevctl.config.foreign import ForeignConfig
     from bevctl.config.layers import Origin
     from bevctl.config.schema import Config
 
@@ -36,7 +37,10 @@ class Context:
     config: Config | None
     """None when CONFIG could not be read as one of ours; the fields below then hold what is known without it."""
     work_dir: Path
+    foreign: ForeignConfig | None = None
+    """CONFIG of another project; `config` is None then."""
     config_error: BevctlError | None = None
+    """Why CONFIG is neither."""
     source: str | None = None
     """CONFIG as it was given; None: not given."""
     config_path: Path | None = None
@@ -59,7 +63,7 @@ class Context:
     """--min-free in bytes; None: what the run will write."""
     deep: bool = False
     """--deep: also the checks that take longer or talk to other machines."""
-    timeout: float = 20.0
+    timeout: float = 60.0
     """Seconds that one check may take."""
     _shared: dict[Callable[[Context], Any], Any] = field(default_factory=dict, repr=False, compare=False)
 

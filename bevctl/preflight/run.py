@@ -22,14 +22,22 @@ class Report:
     @property
     def status(self) -> CheckStatus:
         """The worst: fail, then unknown (advisory ones aside), then warn; else pass."""
-        deciding = {check.status for check in self.checks if not (check.advisory and check.status == "unknown")}
-        return next((status for status in _WORST_FIRST if status in deciding), CheckStatus.PASS)
+        counting = {check.status for check in self.checks if not _is_idle(check)}
+        return next((status for status in _WORST_FIRST if status in counting), CheckStatus.PASS)
+
+    def decides(self, check: Check) -> bool:
+        """Whether the status, not being a pass, is what it is because of this check."""
+        return check.status == self.status != CheckStatus.PASS and not _is_idle(check)
 
     def exit_code(self, fail_on: str) -> ExitCode:
         """0, 1 or 3; a warning alone counts as a finding when `fail_on` is "warn"."""
         if self.status == CheckStatus.FAIL or (self.status == CheckStatus.WARN and fail_on == "warn"):
             return ExitCode.FINDINGS
         return ExitCode.UNKNOWN if self.status == CheckStatus.UNKNOWN else ExitCode.OK
+
+
+def _is_idle(check: Check) -> bool:
+    return check.advisory and check.status == CheckStatus.UNKNOWN
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,61 @@
+"""What a run needs at the least, as far as its config tells before anything was built on a GPU."""
+
+from __future__ import annotations
+
+from bevctl.preflight.checks import Context
+
+_STATE_COPIES = 4
+"""FP32 numbers a parameter on the GPU: weight, gradient and AdamW's two averages."""
+_SAVED_COPIES = 3
+"""FP32 numbers a parameter in a checkpoint: weight and AdamW's two averages."""
+CUDA_CONTEXT = 2**29
+"""Bytes that CUDA and its libraries take before the first tensor."""
+
+
+class NotKnown(Exception):
+    """The need follows from a config, and there is none to read."""
+
+
+def parameters(context: Context) -> int:
+    """Trainable parameters of the config's model. Raises NotKnown without a config."""
+    if context.config is None:
+        raise NotKnown("no config of ours to count the parameters of")
+    from bevctl.measure.parameters import count_parameters
+
+    return count_parameters(context.config).trainable
+
+
+def gpu_state_bytes(context: Context) -> int:
+    """Lower bound of a GPU's memory: weights, gradients, optimizer state and CUDA; activations come on top."""
+    return _STATE_COPIES * 4 * context.once(parameters) + CUDA_CONTEXT
+
+
+def checkpoint_bytes(context: Context) -> int:
+    """Size of a checkpoint: of the newest in the work_dir, else what weights and optimizer state come to."""
+    found = sorted(context.work_dir.glob("*.pth"), key=lambda path: path.stat().st_mtime)
+    if found:
+        return found[-1].stat().st_size
+    ema = context.config is not None and context.config.train.ema > 0
+    return (_SAVED_COPIES + ema) * 4 * context.once(parameters)
+
+
+def sample_bytes(context: Context) -> int:
+    """One sample as a loading process hands it over. Raises NotKnown without a config."""
+    config = context.config
+    if config is None:
+        raise NotKnown("no config of ours that tells the size of a sample")
+    images = points = maps = 0
+    if config.model.camera is not None:
+        height, width = config.model.camera.image_size
+        images = 6 * 3 * height * width
+    if config.model.lidar is not None or config.model.camera is not None:
+        points = (config.data.sweeps + 1) * _POINTS_A_SWEEP * 5 * 4
+    if config.model.map is not None:
+        (low_x, high_x, step_x), (low_y, high_y, step_y) = config.model.map.xbound, config.model.map.ybound
+        cells = round((high_x - low_x) / step_x) * round((high_y - low_y) / step_y)
+        maps = len(config.data.map_classes) * cells * 4
+    return images + points + maps
+
+
+_POINTS_A_SWEEP = 35_000
+"""Points of a nuScenes LiDAR sweep."""
