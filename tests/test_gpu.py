@@ -111,6 +111,7 @@ def test_deterministic_training_repeats_to_the_bit(monkeypatch: pytest.MonkeyPat
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_step_waits_for_the_device_only_where_sizes_come_from_it() -> None:
     """Scaling, clipping, the guarded step and the scale's update never ask the device for a number."""
     config = nano_config(**{"precision.dtype": "fp16"})
