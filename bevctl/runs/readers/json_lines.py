@@ -1,0 +1,35 @@
+"""JSON objects, one a line, as mmcv, mmengine and bevctl write them; NaN and Infinity as Python spells them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from bevctl.runs.collect import Collector
+from bevctl.runs.readers.text import Place, TextLog
+
+_decode = json.JSONDecoder().decode
+
+
+def decode_object(line: str) -> dict[str, Any] | None:
+    """The object that `line` holds; None where it is none, or not whole."""
+    if not line.startswith("{"):
+        return None
+    try:
+        value = _decode(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def other_line(text: TextLog, line: str, number: int) -> None:
+    """A line that is no object: a traceback, say, where a shell appended one to the log."""
+    text.plain(text.without_rank(line), number)
+
+
+def torn_line(out: Collector) -> None:
+    """The last line is no whole object."""
+    out.note("The last line is not complete yet and was left out.")
+
+
+__all__ = ["Place", "decode_object", "other_line", "torn_line"]

@@ -1,0 +1,70 @@
+"""`vis_data/scalars.json` of mmengine: one object an interval; no clock times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bevctl.runs.collect import Collector
+from bevctl.runs.readers.clock import Clock
+from bevctl.runs.readers.json_lines import decode_object, other_line, torn_line
+from bevctl.runs.readers.names import LayoutCache, numbers, scores
+from bevctl.runs.readers.text import Place, TextLog
+
+
+def recognises(line: str) -> bool:
+    """Whether a line can only be this format's."""
+    return line.startswith("{") and '"step": ' in line and '"mode"' not in line and '"iter_time_s"' not in line
+
+
+class MmengineJson:
+    """A `Parser` (see `bevctl.runs.readers`)."""
+
+    def __init__(self, out: Collector, clock: Clock, place: Place) -> None:  # noqa: ARG002 - the log has no times
+        self._out = out
+        self._text = TextLog(out, place)
+        self._layouts = LayoutCache()
+
+    def jump(self, place: Place) -> None:
+        self._text.jump(place)
+
+    def feed(self, lines: list[str], number: int) -> None:
+        for line in lines:
+            item = decode_object(line)
+            if item is None or not self._item(item):
+                other_line(self._text, line, number)
+            number += 1
+
+    def feed_torn(self, line: str, number: int) -> None:  # noqa: ARG002 - nothing here has a place
+        item = decode_object(line)
+        if item is None or not self._item(item):
+            torn_line(self._out)
+
+    def finish(self) -> None:
+        self._text.close_dump()
+
+    def _item(self, item: dict[str, Any]) -> bool:
+        step, epoch = item.pop("step", None), item.pop("epoch", None)
+        item.pop("iter", None)  # the same as step, where it is
+        if type(step) is not int:
+            return False
+        if epoch is None and "lr" not in item and "loss" not in item:
+            self._scores(step, item)
+            return True
+        layout = self._layouts.of(list(item))
+        try:
+            values: list[Any] = list(map(float, item.values()))
+        except (TypeError, ValueError, OverflowError):
+            known = numbers(item)
+            layout, values = self._layouts.of(list(known)), list(known.values())
+        record = layout.record(values, epoch if type(epoch) is int else 1, step, None)
+        self._text.complete(record)
+        self._out.step(record)
+        return True
+
+    def _scores(self, step: int, item: dict[str, Any]) -> None:
+        """Scores, whose step is the epoch where training goes by epochs."""
+        last = self._out.last
+        item.pop("time", None)
+        item.pop("data_time", None)
+        epoch = step if last is None or step <= last.epoch else last.epoch
+        self._out.validation(epoch, last.iter if last else None, scores(numbers(item)))
