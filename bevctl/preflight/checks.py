@@ -48,6 +48,8 @@ class Context:
     """Where each value of the config comes from, by dotted key."""
     precision: str = "auto"
     """auto, fp16, bf16 or fp32."""
+    asked_precision: str | None = None
+    """--fp16, --bf16 or --fp32, which CONFIG of another project does not follow; None: not given."""
     batch: int = 1
     """Samples a GPU."""
     workers: int = 0

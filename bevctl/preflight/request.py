@@ -88,7 +88,8 @@ def _foreign_context(path: Path, given: Mapping[str, object], **options: Any) ->
         "train.workers": foreign_facts.workers_per_gpu(config),
         "work_dir": config.get("work_dir") or _FOREIGN_RUNS,
     }
-    return _bare_context({**told, **given}, foreign=config, **options)
+    asked = given.get("precision.dtype")
+    return _bare_context({**told, **given}, foreign=config, asked_precision=asked, **options)
 
 
 def _bare_context(given: Mapping[str, object], **options: Any) -> Context:
