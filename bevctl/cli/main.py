@@ -23,6 +23,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("bevctl.cli.train", "Train a model, or continue a run."),
     "eval": ("bevctl.cli.eval", "Score a checkpoint: mAP, NDS, map IoU; submission file, pictures."),
     "data": ("bevctl.cli.data", "Make, prepare and check data sets in nuScenes format."),
+    "checkpoint": ("bevctl.cli.checkpoint", "Show a checkpoint, or verify that it is whole, plain data and finite."),
+    "explain": ("bevctl.cli.explain", "Say what a finding such as GPU001 means and what to do about it."),
     "memory": ("bevctl.cli.memory", "Count the parameters of a model, by part."),
     "config": ("bevctl.cli.config", "Show the resolved config and where its values come from."),
 }
