@@ -48,7 +48,7 @@ def sample_bytes(context: Context) -> int:
     if config.model.camera is not None:
         height, width = config.model.camera.image_size
         images = 6 * 3 * height * width
-    if config.model.lidar is not None or config.model.camera is not None:
+    if config.model.lidar is not None:
         points = (config.data.sweeps + 1) * _POINTS_A_SWEEP * 5 * 4
     if config.model.map is not None:
         (low_x, high_x, step_x), (low_y, high_y, step_y) = config.model.map.xbound, config.model.map.ybound

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import bevctl
 from bevctl.preflight.checks import CheckSpec, Context, Outcome, failed, passed, skipped, unknown, warned
+from bevctl.preflight.gpu_selection import gpus_in_use
 from bevctl.preflight.host import Limit, cores, memory_available
 from bevctl.preflight.needs import NotKnown, checkpoint_bytes, sample_bytes
 from bevctl.sizes import format_gb, format_gib
@@ -25,6 +26,7 @@ _WORKER_BYTES = 600 * 2**20
 """Memory of a loading process: Python, torch and what it decodes."""
 _MAIN_BYTES = 3 * 2**30
 """Host memory of a training process with CUDA loaded."""
+_CPU_MAIN_BYTES = 2**30
 _FILES_A_SAMPLE = 20
 """Tensors of a sample that travel between processes, each as an open file."""
 _FILES_BASE = 256
@@ -162,7 +164,8 @@ def host_memory(context: Context) -> Outcome:
     available = memory_available()
     found = f"{format_gib(available.value)} available ({available.source})"
     gpus = context.gpus or 1
-    need = gpus * (_MAIN_BYTES + context.workers * _WORKER_BYTES)
+    main = _MAIN_BYTES if context.once(gpus_in_use).used else _CPU_MAIN_BYTES
+    need = gpus * (main + context.workers * _WORKER_BYTES)
     required = f"about {format_gib(need)} for {gpus} training and {gpus * context.workers} loading processes"
     fix = "Lower --workers, or give the machine or container more memory."
     if available.value < need / 2:
@@ -241,6 +244,7 @@ CHECKS = (
         required="space left below the quota",
         why='"Disk quota exceeded" ends a run although df shows space',
         advisory=True,
+        at_start=False,
     ),
     CheckSpec(
         "SYS005",
@@ -273,5 +277,6 @@ CHECKS = (
         required="plausible and kept in step",
         why="records and file ages of several machines cannot be compared",
         advisory=True,
+        at_start=False,
     ),
 )
