@@ -12,13 +12,16 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
 from rich.text import Text
 
 import bevctl
+
+if TYPE_CHECKING:
+    from rich.live import Live
 
 PLAIN_WIDTH = 120
 """Columns of a table that does not go to a terminal."""
@@ -157,18 +160,51 @@ class Console:
             self._rich(self.stdout).print(renderable)
             self.stdout.flush()
 
-    def document(self, command: str, body: Mapping[str, Any], status: str = "ok") -> None:
+    def document(self, command: str, body: Mapping[str, Any], status: str = "ok", *, one_line: bool = False) -> None:
         """Print the command's JSON document on stdout; nothing outside JSON mode.
 
         `schema`, `version`, `command` and `status` come first; `body` may override `status`. A number that is not
         finite becomes null with a sibling `<field>_nonfinite` of "nan", "inf" or "-inf" (for a list: a list of those).
+        With `one_line`, for a command that prints several, each takes one line.
         Raises TypeError for a value without a JSON form.
         """
         if not self.json:
             return
         head = {"schema": f"bevctl.{command}/1", "version": bevctl.__version__, "command": command, "status": status}
-        print(json.dumps(strict_json({**head, **body}), indent=2, allow_nan=False), file=self.stdout, flush=True)
+        indent = None if one_line else 2
+        print(json.dumps(strict_json({**head, **body}), indent=indent, allow_nan=False), file=self.stdout, flush=True)
         self.documents += 1
+
+    @property
+    def can_redraw(self) -> bool:
+        """Whether stdout takes a picture that changes in place."""
+        return not self.json and _is_terminal(self.stdout)
+
+    @property
+    def width(self) -> int:
+        """Columns of stdout."""
+        return self._rich(self.stdout).width
+
+    @property
+    def draws_blocks(self) -> bool:
+        """Whether stdout's encoding has block characters and arrows, beyond ASCII."""
+        try:
+            "█→●".encode(getattr(self.stdout, "encoding", None) or "ascii")
+        except (UnicodeEncodeError, LookupError):
+            return False
+        return True
+
+    @contextmanager
+    def redrawn(self) -> Iterator[Picture]:
+        """A picture on the whole of stdout's terminal, replaced in place while the body runs; needs `can_redraw`.
+
+        What was on the terminal before comes back at the end.
+        """
+        from rich.live import Live
+
+        rich = self._rich(self.stdout)
+        with Live(console=rich, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
+            yield Picture(rich, live)
 
     def info(self, message: str) -> None:
         """Say something on stderr, unless quiet."""
@@ -241,6 +277,23 @@ def _color_system(color: str, terminal: bool) -> Any:
         return None
     forced = os.environ.get("FORCE_COLOR", "0") not in ("", "0")
     return "standard" if color == "always" or forced or terminal else None
+
+
+class Picture:
+    """What the body of `with console.redrawn()` draws on."""
+
+    def __init__(self, rich: RichConsole, live: Live) -> None:
+        self._rich = rich
+        self._live = live
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Columns and lines of the terminal now."""
+        return self._rich.size.width, self._rich.size.height
+
+    def show(self, renderable: RenderableType) -> None:
+        """Replace the picture."""
+        self._live.update(renderable, refresh=True)
 
 
 class _Silent:

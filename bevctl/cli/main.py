@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "quickstart": ("bevctl.cli.quickstart", "See it all work, with no GPU and no data: make, train, resume, evaluate."),
     "preflight": ("bevctl.cli.preflight", "Check in seconds whether a run will start, compute, fit and save."),
     "train": ("bevctl.cli.train", "Train a model, or continue a run."),
+    "monitor": ("bevctl.cli.monitor", "Show what a run does, from any log: state, finish time, alarms."),
     "eval": ("bevctl.cli.eval", "Score a checkpoint: mAP, NDS, map IoU; submission file, pictures."),
     "data": ("bevctl.cli.data", "Make, prepare and check data sets in nuScenes format."),
     "checkpoint": ("bevctl.cli.checkpoint", "Show a checkpoint, or verify that it is whole, plain data and finite."),

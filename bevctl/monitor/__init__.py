@@ -1,0 +1,1 @@
+"""Watching a run: its state, its alarms, and how both are shown."""

@@ -1,0 +1,1 @@
+"""Alarms: what each means and how it is decided. To add one, write a rule and give it a line in `table.ALARMS`."""

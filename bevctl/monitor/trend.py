@@ -1,0 +1,87 @@
+"""Small pictures out of characters: a trend in one line, and a plot of a few curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bevctl.monitor.history import Column
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+ASCII = "_.-~=+*#"
+"""The same eight levels where the stream has no block characters."""
+MARKS = "●○▲△■□"
+ASCII_MARKS = "ox+*#@"
+OVERLAP = "◍"
+ASCII_OVERLAP = "%"
+
+
+def sparkline(values: Column, width: int, plain: bool = False) -> str:
+    """`values` over at most `width` characters, lowest to highest; `!` where a part holds no finite value.
+
+    A few outliers are cut off, so that they do not flatten the rest.
+    `plain` keeps to ASCII.
+    """
+    if width < 1 or not len(values):
+        return ""
+    means = [_mean(part) for part in np.array_split(values, min(width, len(values)))]
+    finite = [mean for mean in means if math.isfinite(mean)]
+    levels = ASCII if plain else BLOCKS
+    low, high = np.percentile(finite, [2, 98]) if finite else (0.0, 0.0)
+    return "".join(levels[_level(mean, low, high, len(levels))] if math.isfinite(mean) else "!" for mean in means)
+
+
+def _mean(part: Column) -> float:
+    finite = part[np.isfinite(part)]
+    return float(finite.mean()) if len(finite) else math.nan
+
+
+def _level(value: float, low: float, high: float, levels: int) -> int:
+    """0 at `low` and below, levels - 1 at `high` and above; the middle where all are equal."""
+    if not high > low:
+        return levels // 2 - 1
+    return round(min(max((value - low) / (high - low), 0.0), 1.0) * (levels - 1))
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values over iterations, by name."""
+
+    name: str
+    x: Column
+    y: Column
+
+
+def plot(curves: Sequence[Curve], width: int, height: int, plain: bool = False) -> list[str]:
+    """Lines of a plot of `curves`, each with its own mark; the y axis is at the left, a line of x values below.
+
+    Values beyond the middle 98 % are drawn at the edge, so that one spike does not flatten the rest.
+    """
+    points = [
+        (index, x, y) for index, c in enumerate(curves) for x, y in zip(c.x, c.y, strict=True) if math.isfinite(y)
+    ]
+    if not points:
+        return []
+    ys = np.array([y for _, _, y in points])
+    low, high = (float(end) for end in np.percentile(ys, [1, 99]))
+    x_low, x_high = min(x for _, x, _ in points), max(x for _, x, _ in points)
+    grid = [[" "] * width for _ in range(height)]
+    marks, overlap = (ASCII_MARKS, ASCII_OVERLAP) if plain else (MARKS, OVERLAP)
+    for index, x, y in points:
+        row = height - 1 - _level(y, low, high, height)
+        column = _level(x, x_low, x_high, width) if x_high > x_low else 0
+        mark = marks[index % len(marks)]
+        grid[row][column] = mark if grid[row][column] in (" ", mark) else overlap
+    return _with_axes(grid, low, high, x_low, x_high, "|" if plain else "│")
+
+
+def _with_axes(grid: list[list[str]], low: float, high: float, x_low: float, x_high: float, bar: str) -> list[str]:
+    labels = [f"{high - (high - low) * row / max(len(grid) - 1, 1):.4g}" for row in range(len(grid))]
+    margin = max(map(len, labels))
+    shown = range(0, len(grid), max((len(grid) - 1) // 2, 1))
+    lines = [f"{labels[i] if i in shown else '':>{margin}} {bar}{''.join(row)}" for i, row in enumerate(grid)]
+    left, right = f"{x_low:.0f}", f"{x_high:.0f}"
+    return [*lines, " " * (margin + 2) + left + right.rjust(len(grid[0]) - len(left))]
