@@ -221,6 +221,7 @@ CHECKS: tuple[CheckSpec, ...] = (
         _of_resumed(complete),
         required="a whole file with right checksums",
         why="a truncated copy ends the run when it is resumed, or later with garbage in its weights",
+        at_start=False,  # the trainer reads and judges the file itself
     ),
     CheckSpec(
         "FILE004",
@@ -228,6 +229,7 @@ CHECKS: tuple[CheckSpec, ...] = (
         _of_resumed(plain_data),
         required="tensors and plain values",
         why="a pickle can run code when it is loaded, and torch 2.6 and newer refuse objects of other projects",
+        at_start=False,
     ),
     CheckSpec(
         "FILE005",
@@ -235,12 +237,14 @@ CHECKS: tuple[CheckSpec, ...] = (
         _of_resumed(finite),
         required="no NaN, no infinity",
         why="one non-finite weight, statistic or average makes every loss NaN from the first step",
+        at_start=False,
     ),
     CheckSpec(
         "FILE006",
         "checkpoint fits the model",
         _of_resumed(fits_model),
         why="entries that do not fit are left out silently by most programs, and that part starts from random values",
+        at_start=False,
     ),
     CheckSpec(
         "FILE007",
@@ -248,6 +252,7 @@ CHECKS: tuple[CheckSpec, ...] = (
         _of_resumed(resumable),
         required="epoch, optimizer state, loss scale",
         why="what is missing starts anew, which shows as a jump in the loss",
+        at_start=False,
     ),
     CheckSpec(
         "FILE008",
@@ -255,6 +260,7 @@ CHECKS: tuple[CheckSpec, ...] = (
         _of_resumed(loss_scale_sound),
         required="finite, 128 or more",
         why="with a scale near zero gradients vanish, with a non-finite one no step is ever taken",
+        at_start=False,
     ),
     CheckSpec(
         "FILE009",

@@ -244,6 +244,7 @@ CHECKS: tuple[CheckSpec, ...] = (
         resume_agrees,
         required="epochs left, the learning rate within a factor of 2",
         why="a schedule that starts over, or is over, wastes the run",
+        at_start=False,
     ),
     CheckSpec(
         "LAUNCH007",
