@@ -75,6 +75,9 @@ class Evaluator:
 
     def value(self, node: ast.expr) -> Any:
         """The value of an expression, or an `Unresolved` in its place."""
+        named = self.names.get(node.id) if isinstance(node, ast.Name) else None
+        if isinstance(named, Unresolved):
+            return named
         try:
             return self.resolve(node)
         except (CannotResolve, RecursionError) as error:

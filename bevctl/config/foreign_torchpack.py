@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from yaml.nodes import MappingNode, Node, SequenceNode
 
 from bevctl.config import document
 from bevctl.config.document import display
@@ -17,6 +17,7 @@ from bevctl.config.foreign_values import Section, Unresolved, merged
 from bevctl.config.layers import Origin
 from bevctl.errors import BevctlError
 
+_MAPPING, _SEQUENCE = "tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"
 _MAX_DEPTH = 50
 _MAX_NODES = 100_000
 
@@ -59,13 +60,12 @@ class _Yaml:
         where = f"{self._where}:{document.line_of(node)}"
         if depth > _MAX_DEPTH or self._nodes > _MAX_NODES:
             raise BevctlError(f"{where}: an alias refers to itself, or aliases grow without end.", "Write it out.")
-        if isinstance(node, MappingNode):
+        if isinstance(node, MappingNode) and node.tag == _MAPPING:
             return self.section(node, depth)
-        if isinstance(node, SequenceNode):
+        if isinstance(node, SequenceNode) and node.tag == _SEQUENCE:
             return [self.value(item, depth + 1) for item in node.value]
-        assert isinstance(node, ScalarNode)
         try:
-            return self._loader.construct_object(node)
+            return self._loader.construct_object(node, deep=True)
         except (yaml.YAMLError, ValueError, OverflowError):
             raise BevctlError(f"{where}: {node.value!r:.40} cannot be read as {node.tag}.", "Fix the value.") from None
 
