@@ -97,7 +97,7 @@ class RunLog:
     run was resumed from, or run.json), `name`, `host`, `work_dir`, `precision` (see `readers.header.precision_of`)."""
     steps: list[StepRecord] = field(default_factory=list)
     """In the order of their iterations, each once: after a resume the later wins. Of more than
-    `bevctl.runs.collect.KEEP` records every n-th."""
+    `bevctl.runs.store.KEEP` records every n-th."""
     validations: list[ValidationRecord] = field(default_factory=list)
     events: list[EventRecord] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)

@@ -6,6 +6,9 @@ log = source.read(since=time.time() - 3600)
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from bevctl.errors import BevctlError
@@ -51,7 +54,8 @@ class Source:
         """
         log = RunLog(self.path, self.files, self.format)
         try:
-            return self._read(log, Window(since, until))
+            with _without_garbage_collection():
+                return self._read(log, Window(since, until))
         except OSError as error:
             raise _unreadable(self.path, error) from error
 
@@ -170,6 +174,18 @@ class _FilePart:
                 self._parser.feed_torn(lines[0], number)
             number += len(lines)
             log.last_line = next((line for line in reversed(lines) if line.strip()), log.last_line)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Reading makes very many objects and no cycles, which the collector would look for again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def open_source(path: str | Path) -> Source:

@@ -38,19 +38,19 @@ class Accumulator:
     last: float = math.nan
     first_nonfinite: int | None = None
 
-    def fold(self, values: Sequence[float], iterations: Sequence[int]) -> None:
-        """Adds `values`, of which the i-th belongs to `iterations[i]`; neither is empty."""
+    def fold(self, values: Sequence[float], iterations: Sequence[int], unit: float = 1.0) -> None:
+        """Adds `values` (times `unit`), of which the i-th belongs to `iterations[i]`; neither is empty."""
         self.count += len(values)
-        self.last = values[-1]
+        self.last = values[-1] * unit
         total = sum(values)
         if not math.isfinite(total):
             values = self._finite(values, iterations)
             if not values:
                 return
             total = sum(values)
-        self.total += total
-        self.low = min(self.low, min(values))
-        self.high = max(self.high, max(values))
+        self.total += total * unit
+        self.low = min(self.low, min(values) * unit)
+        self.high = max(self.high, max(values) * unit)
 
     def _finite(self, values: Sequence[float], iterations: Sequence[int]) -> list[float]:
         finite = [value for value in values if math.isfinite(value)]

@@ -21,17 +21,12 @@ class Clock:
         self._reference = time.time() if reference is None else reference
         self._hours: dict[str, float] = {}
 
-    def time(self, text: str) -> float | None:
-        """Unix time of the stamp that `text` starts with; None where there is none."""
-        try:
-            if text[4] in "-/":
-                second = self._hours.get(text[:13])
-                if second is not None and text[13] == ":" and text[16] == ":":
-                    second += int(text[14:16]) * 60 + int(text[17:19])
-                    return second + int(text[20:23]) / 1000 if text[19:20] in (",", ".") else second
-        except (IndexError, ValueError):
-            pass
-        return self._parse(text)
+    def time(self, stamp: str) -> float | None:
+        """Unix time of a text that STAMP matches whole; None where there is no such moment."""
+        hour = self._hours.get(stamp[:13])
+        if hour is None:
+            return self._parse(stamp)
+        return hour + int(stamp[14:16]) * 60 + float(stamp[17:].replace(",", "."))
 
     def _parse(self, text: str) -> float | None:
         match = STAMP.match(text)
@@ -60,14 +55,3 @@ class Clock:
             return moment
         except (OverflowError, ValueError, OSError):
             return None
-
-
-def parse_eta(text: str) -> float | None:
-    """Seconds of a timedelta as Python prints it: `1:02:03`, `3 days, 4:05:06`, `-1 day, 23:00:00`."""
-    days, _, clock = text.rpartition(", ")
-    try:
-        hours, minutes, seconds = clock.split(":")
-        total = int(hours) * 3600 + int(minutes) * 60 + float(seconds)
-        return total + int(days.split(" ", 1)[0]) * _DAY_S if days else total
-    except (ValueError, OverflowError):
-        return None

@@ -4,7 +4,7 @@ A failure is an EventRecord of kind `failure`. Its `data`:
 
 - `cause`: a key of FAILURES, or `exception` for a traceback of any other kind;
 - `meaning` and `fix`: sentences for the user (`fix` may be empty);
-- `role`: `cause`, or `consequence` of another failure of the same moment;
+- `role`: `cause`, or `consequence` of another failure of the same moment, which `cluster` numbers;
 - `exception`: the exception's name, where there was a traceback, and `frames`: its last lines of code;
 - `count`: how often it was told (by several ranks, say), where more than once;
 - numbers that the sentence holds, under the names in the patterns below (GiB for memory).
@@ -278,27 +278,20 @@ class FailureScanner:
 
 
 def settle(events: list[EventRecord]) -> None:
-    """Sets `role` of every failure: of those at one moment of the run one is the cause, the others follow from it."""
-    group: list[EventRecord] = []
+    """Sets `cluster` and `role` of every failure: of those at one moment one is the cause, the others follow from it."""
+    clusters: list[list[EventRecord]] = [[]]
     for event in events:
-        if event.kind != FAILURE:
-            if event.kind in ("start", "resume"):
-                _settle_group(group)
-                group = []
-            continue
-        if group and group[0].iter != event.iter:
-            _settle_group(group)
-            group = []
-        group.append(event)
-    _settle_group(group)
-
-
-def _settle_group(group: list[EventRecord]) -> None:
-    if not group:
-        return
-    first = min(range(len(group)), key=lambda index: (_suspicion(group[index]), index))
-    for index, event in enumerate(group):
-        event.data["role"] = "cause" if index == first else "consequence"
+        known = clusters[-1]
+        if event.kind in ("start", "resume"):
+            clusters.append([])
+        elif event.kind == FAILURE and known and known[0].iter != event.iter:
+            clusters.append([event])
+        elif event.kind == FAILURE:
+            known.append(event)
+    for number, cluster in enumerate(clusters):
+        first = min(cluster, key=_suspicion, default=None)
+        for event in cluster:
+            event.data |= {"cluster": number, "role": "cause" if event is first else "consequence"}
 
 
 def _suspicion(event: EventRecord) -> int:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass, field
 
 from bevctl.runs.collect import Collector
-from bevctl.runs.readers.clock import STAMP, Clock, parse_eta
+from bevctl.runs.layout import FIELDS, LayoutCache, Row, is_loss, numbers
+from bevctl.runs.readers.clock import STAMP, Clock
 from bevctl.runs.readers.epochs import Epochs
 from bevctl.runs.readers.json_lines import decode_object
-from bevctl.runs.readers.names import FIELDS, LayoutCache, is_loss, numbers, scores
+from bevctl.runs.readers.names import scores
 from bevctl.runs.readers.text import Place, TextLog
 
 _NUMBER = r"-?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|[+-]?(?:nan|inf|NaN|NAN|Infinity|Inf|INF)"
@@ -19,10 +21,12 @@ _ITERATION = re.compile(
     re.ASCII | re.IGNORECASE,
 )
 _INNER = re.compile(r"\[\s*(\d{1,12})\s*/\s*(\d{1,12})\s*\]", re.ASCII)
-_PAIR = re.compile(rf"([A-Za-z][\w./@-]*(?: [A-Za-z][\w./@-]*)?)\s*[:=]\s*({_NUMBER})(?![\w:/.])", re.ASCII)
-_PAIR_WITH_MEAN = re.compile(rf"([A-Za-z][\w./@-]*)\s+({_NUMBER}) \(\s*(?:{_NUMBER})\)", re.ASCII)
+_PAIR = re.compile(
+    rf"(?<![\w./@-])([A-Za-z][\w./@-]*(?: [A-Za-z][\w./@-]*)?)\s*[:=]\s*({_NUMBER})(?![\w:/.])", re.ASCII
+)
+_PAIR_WITH_MEAN = re.compile(rf"(?<![\w./@-])([A-Za-z][\w./@-]*)\s+({_NUMBER}) \(\s*(?:{_NUMBER})\)", re.ASCII)
 _TQDM = re.compile(
-    r"(.*?):? *\d{1,3}%\|[^|]*\| *(\d+)/(\d+) \[[\d:]+<[\d:?]+, *([\d.?]+) ?(s/it|it/s)(?:, *(.*?))?\]", re.ASCII
+    r"[^|]*\| *(\d{1,12})/(\d{1,12}) \[[\d:]+<[\d:?]+, *([\d.?]{1,12}) ?(s/it|it/s)(?:, *(.*?))?\]", re.ASCII
 )
 _ETA = re.compile(r"\beta\W{1,2}((?:\d+ days?, )?\d+:\d\d:\d\d)", re.ASCII | re.IGNORECASE)
 _VALIDATION_LINE = re.compile(r"\W*(?:val|valid|validation|eval|evaluation|test)\b", re.ASCII | re.IGNORECASE)
@@ -48,7 +52,7 @@ class Line:
     epochs: int | None = None
     train: dict[str, float] = field(default_factory=dict)
     scores: dict[str, float] = field(default_factory=dict)
-    eta_s: float | None = None
+    eta: str | None = None
 
     @property
     def says_something(self) -> bool:
@@ -61,7 +65,7 @@ class Line:
 def stamp(line: str, clock: Clock) -> float | None:
     """Unix time of a line of this format."""
     found = STAMP.search(line[:60])
-    return clock.time(line[found.start() :]) if found is not None else None
+    return clock.time(found[0]) if found is not None else None
 
 
 def recognises(line: str) -> float:
@@ -90,7 +94,7 @@ def _plain_line(line: str) -> Line | None:
     text = line[stamped.end() :] if stamped is not None else line
     _sort(parsed, _pairs(text), _VALIDATION_LINE.match(text) is not None)
     eta = _ETA.search(line)
-    parsed.eta_s = parse_eta(eta[1]) if eta is not None else None
+    parsed.eta = eta[1] if eta is not None else None
     return parsed
 
 
@@ -146,18 +150,17 @@ def _json_line(line: str) -> Line | None:
 
 
 def _tqdm_line(line: str) -> Line | None:
-    found = None
-    for found in _TQDM.finditer(line):  # noqa: B007 - the last state of the bar is what counts
-        pass
+    title, _, bar = line.rpartition("%|")
+    found = _TQDM.match(bar)
     if found is None:
         return None
-    title, done, count, speed, unit, rest = found.groups()
+    done, count, speed, unit, rest = found.groups()
     parsed = Line(inner=int(done), count=int(count))
     epoch = _EPOCH.search(title)
     if epoch is not None:
         parsed.epoch, parsed.epochs = int(epoch[1]), int(epoch[2]) if epoch[2] else None
     _sort(parsed, _pairs(rest or ""), _VALIDATION_LINE.match(title) is not None)
-    if "?" not in speed and float(speed) > 0:
+    with contextlib.suppress(ValueError, ZeroDivisionError):
         parsed.train.setdefault("time", float(speed) if unit == "s/it" else 1 / float(speed))
     return parsed
 
@@ -212,9 +215,7 @@ class Generic:
             log.iters_per_epoch = parsed.count if parsed.epoch is not None and parsed.count else log.iters_per_epoch
         if parsed.train:
             layout = self._layouts.of(list(parsed.train))
-            record = layout.record(list(parsed.train.values()), epoch, iteration, self._out.time)
-            record.eta_s = parsed.eta_s
-            self._text.complete(record)
-            self._out.step(record)
+            values = list(parsed.train.values())
+            self._text.step(Row(layout, values, epoch, iteration, self._out.time, parsed.eta))
         if parsed.scores:
             self._out.validation(epoch, iteration, scores(parsed.scores))

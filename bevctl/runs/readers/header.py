@@ -6,6 +6,8 @@ import re
 from typing import Any
 
 _LONGEST = 2_000_000
+_ENVIRONMENT = "System environment:"
+"""mmengine's block has a message of its own without a title."""
 _ENV_LINE = re.compile(r"\s*([A-Za-z][\w .,]{0,60}?):\s+(\S.*)")
 _MAX_EPOCHS = re.compile(r"\b(?:max_epochs|total_epochs|num_epochs)['\"]?\s*[=:]\s*(\d+)")
 _MAX_ITERS = re.compile(r"\b(?:max_iters|total_iters)['\"]?\s*[=:]\s*(\d+)")
@@ -60,7 +62,7 @@ class Dump:
     def close(self, header: dict[str, Any]) -> None:
         """Puts what was read into the log's `header`."""
         text = "\n".join(self._lines).strip("\n")
-        if self.name == "env":
+        if self.name == "env" or _ENVIRONMENT in text[:500]:
             header.setdefault("env", {}).update(parse_env(text))
         elif self.name == "config":
             set_config(header, text)

@@ -12,7 +12,14 @@ _RESUMED = re.compile(r"[Rr]esumed (?:from )?epoch:? (\d+), iter:? (\d+)")
 _RESUME_FROM = re.compile(r"Auto resumed from the latest checkpoint (\S+?)\.?$|[Rr]esum(?:e|ed|ing) from:? (\S+)")
 _SAVING = re.compile(r"Saving checkpoint at (\d+) (epochs?|iterations?|iters?)")
 _LOADED = re.compile(r"[Ll]oad(?:s|ed)? checkpoint from (?:\w+ path: )?(\S+)")
-_DUMPS = (("Environment info:", "env"), ("System environment:", "env"), ("Config:", "config"), ("Model:", "model"))
+_DUMPS = (
+    ("Environment info:", "env"),
+    ("Config:", "config"),
+    ("Model:", "text"),
+    ("Hooks will be executed in the following order:", "text"),
+    ("initialize ", "text"),
+    ("Name of parameter - Initialization information", "text"),
+)
 
 
 def openmmlab_message(text: TextLog, level: str, body: str, number: int) -> None:
@@ -25,7 +32,7 @@ def openmmlab_message(text: TextLog, level: str, body: str, number: int) -> None
             text.open_dump(name, body[len(title) :])
             return
     if not body.strip():
-        text.open_dump("env")  # mmengine prints its environment, and KITTI its table, below an empty message
+        text.open_dump("text")  # mmengine's environment, KITTI's tables
         return
     _progress(text, body, number)
 

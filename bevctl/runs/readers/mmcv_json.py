@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from bevctl.runs.collect import Collector
+from bevctl.runs.layout import LayoutCache, Row, numbers
 from bevctl.runs.readers.clock import Clock
 from bevctl.runs.readers.epochs import Epochs
 from bevctl.runs.readers.header import limits_of, parse_env, set_config
 from bevctl.runs.readers.json_lines import decode_object, other_line, torn_line
-from bevctl.runs.readers.names import LayoutCache, numbers, scores
+from bevctl.runs.readers.names import scores
 from bevctl.runs.readers.text import Place, TextLog
 
 _META = ("env_info", "mmcv_version", "exp_name", "config", "hook_msgs", "fp16")
@@ -61,15 +62,8 @@ class MmcvJson:
         if mode == "val":
             self._scores(epoch, item)
             return True
-        layout = self._layouts.of(list(item))
-        try:
-            values: list[Any] = list(map(float, item.values()))
-        except (TypeError, ValueError, OverflowError):
-            known = numbers(item)
-            layout, values = self._layouts.of(list(known)), list(known.values())
-        record = layout.record(values, epoch, self._epochs.total(epoch, inner), None)
-        self._text.complete(record)
-        self._out.step(record)
+        layout, values = self._layouts.of_items(item)
+        self._text.step(Row(layout, values, epoch, self._epochs.total(epoch, inner), None))
         return True
 
     def _scores(self, epoch: int, item: dict[str, Any]) -> None:

@@ -5,30 +5,30 @@ from __future__ import annotations
 import re
 
 from bevctl.runs.collect import Collector
+from bevctl.runs.layout import Row
 from bevctl.runs.readers.clock import Clock
 from bevctl.runs.readers.messages import openmmlab_message
-from bevctl.runs.readers.text import MESSAGE_ONLY, ItemParser, Place, TextLog, parse_scores
-from bevctl.runs.records import StepRecord
+from bevctl.runs.readers.text import MESSAGE_ONLY, Place, TextLog, parse_scores
+from bevctl.runs.readers.train_lines import LONGEST_LINE, TrainLines
 
 _STAMP = r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[,.]\d{3})"
-_TRAIN = re.compile(
+_PREFIX = (
     rf"(?:{_STAMP}(?: - \S+ - [A-Z]+ - | \| [^|]+\| *[A-Z]+ *\| ))?"
-    r"(?:Epoch \[(\d+)\]\[ *(\d+)/(\d+)\]|Iter \[ *(\d+)/(\d+)\])\s+(?=\S)",
-    re.ASCII,
+    r"(?:Epoch \[(\d+)\]\[ *(\d+)/(\d+)\]|Iter \[ *(\d+)/(\d+)\])\s+(?=\S)"
 )
+_TRAIN = re.compile(_PREFIX, re.ASCII)
 _MESSAGE = re.compile(rf"{_STAMP}(?: - \S+ - ([A-Z]+) - ?| \| [^|]+\| *([A-Z]+) *\| )(.*)", re.ASCII)
 _SCORES = re.compile(r"(?:Epoch\(val\) \[(\d+)\]\[\d+\]|Iter\(val\) \[\d+\])\s+(.*)", re.ASCII)
 _STAMP_INSIDE = re.compile(_STAMP + r"(?= - | \| )", re.ASCII)
 _CONTINUATION = re.compile(
     r"[ ,]*(?:[\w./@\-]+: ?)?(?:-?[\d.]+(?:e[+-]?\d+)?|nan|-?inf)?(?:,|$)|[\w./@\-]+: ", re.ASCII
 )
-_WHOLE = re.compile(r"(?:\.\d{4}|nan|inf)\s*$", re.ASCII)
-_LONGEST_LINE = 100_000
 
 
 def stamp(line: str, clock: Clock) -> float | None:
     """Unix time of a line of this format."""
-    return clock.time(line) if _MESSAGE.match(line) else None
+    message = _MESSAGE.match(line)
+    return clock.time(message[1]) if message is not None else None
 
 
 def recognises(line: str) -> float:
@@ -45,65 +45,44 @@ class MmcvText:
         self._out = out
         self._clock = clock
         self._text = TextLog(out, place)
-        self._items = ItemParser()
+        self._lines = TrainLines(out, clock, _PREFIX)
         self._open = ""
-        """A train line that the next line may continue, and the record made of it."""
-        self._open_record: StepRecord | None = None
+        """The last train line, which the next line may continue, and the record made of it."""
+        self._open_row: Row | None = None
 
     def jump(self, place: Place) -> None:
         self._text.jump(place)
         self._open = ""
 
     def feed(self, lines: list[str], number: int) -> None:
-        match = _TRAIN.match
+        parse, take = self._lines.row, self._text.step
         for line in lines:
-            found = match(line)
-            if found is None or not self._train(line, found):
+            row = parse(line)
+            if row is None:
                 self._other(line, number)
+            else:
+                take(row)
+                self._open, self._open_row = line, row
             number += 1
 
     def feed_torn(self, line: str, number: int) -> None:
-        found = _TRAIN.match(line)
-        if found is None:
-            self._other(line, number)
-            return
-        before = self._items.layout.names
-        record = self._record(line, found)
-        whole = _WHOLE.search(line) and (not before or self._items.layout.names == before)
-        if record is not None and whole:
-            self._out.step(record)
+        row = self._lines.torn_row(line)
+        if row is not None:
+            self._text.step(row)
+        elif self._lines.begins(line):
+            self._text.left_out()
         else:
-            self._out.note("The last line is not complete yet and was left out.")
+            self._other(line, number)
 
     def finish(self) -> None:
         self._text.close_dump()
 
-    def _record(self, line: str, found: re.Match[str]) -> StepRecord | None:
-        time, epoch, inner, length, iteration, last = found.groups()
-        out = self._out
-        if time is not None:
-            out.time = self._clock.time(time)
-        tail = line[found.end() :]
-        if epoch is None:
-            out.log.max_iters = int(last)
-            return self._items.record(tail, 1, int(iteration), out.time)
-        out.log.iters_per_epoch = count = int(length)
-        return self._items.record(tail, int(epoch), (int(epoch) - 1) * count + int(inner), out.time)
-
-    def _train(self, line: str, found: re.Match[str]) -> bool:
-        record = self._record(line, found)
-        if record is None:
-            return False
-        self._text.complete(record)
-        self._out.step(record)
-        self._open, self._open_record = line, record
-        return True
-
     def _other(self, line: str, number: int) -> None:
         if line[:1] == "[":
             line = self._stripped(line)
-            found = _TRAIN.match(line)
-            if found is not None and self._train(line, found):
+            row = self._lines.row(line)
+            if row is not None:
+                self._text.step(row)
                 return
         if self._open:
             if self._continue(line):
@@ -116,7 +95,7 @@ class MmcvText:
         time, level, torchpack_level, body = message.groups()
         self._out.time = self._clock.time(time)
         if body.startswith(("Epoch [", "Iter [")):
-            self._open, self._open_record = line, None
+            self._open, self._open_row = line, None
         elif (found := _SCORES.match(body)) is not None:
             self._scores(found)
         else:
@@ -140,16 +119,15 @@ class MmcvText:
             return False
         gap = " " if self._open.endswith((",", ":")) else ""
         whole = self._open + gap + line
-        found = _TRAIN.match(whole)
-        record = self._record(whole, found) if found is not None else None
-        if len(whole) > _LONGEST_LINE or (record is None and self._open_record is not None and found is not None):
+        row = self._lines.row(whole)
+        if len(whole) > LONGEST_LINE or (row is None and self._open_row is not None):
             return False
         self._open = whole
-        if record is None:
+        if row is None:
             return True
-        if self._open_record is None:
-            self._out.step(record)
+        if self._open_row is None:
+            self._text.step(row)
         else:
-            self._out.replace_last(record)
-        self._open_record = record
+            self._out.replace_last(row)
+        self._open_row = row
         return True

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from bevctl.runs.collect import Collector
+from bevctl.runs.layout import LayoutCache, Row, numbers
 from bevctl.runs.readers.clock import Clock
 from bevctl.runs.readers.json_lines import decode_object, other_line, torn_line
-from bevctl.runs.readers.names import LayoutCache, numbers, scores
+from bevctl.runs.readers.names import scores
 from bevctl.runs.readers.text import Place, TextLog
 
 
@@ -50,15 +51,8 @@ class MmengineJson:
         if epoch is None and "lr" not in item and "loss" not in item:
             self._scores(step, item)
             return True
-        layout = self._layouts.of(list(item))
-        try:
-            values: list[Any] = list(map(float, item.values()))
-        except (TypeError, ValueError, OverflowError):
-            known = numbers(item)
-            layout, values = self._layouts.of(list(known)), list(known.values())
-        record = layout.record(values, epoch if type(epoch) is int else 1, step, None)
-        self._text.complete(record)
-        self._out.step(record)
+        layout, values = self._layouts.of_items(item)
+        self._text.step(Row(layout, values, epoch if type(epoch) is int else 1, step, None))
         return True
 
     def _scores(self, step: int, item: dict[str, Any]) -> None:

@@ -7,24 +7,23 @@ import re
 from bevctl.runs.collect import Collector
 from bevctl.runs.readers.clock import Clock
 from bevctl.runs.readers.messages import openmmlab_message
-from bevctl.runs.readers.text import MESSAGE_ONLY, ItemParser, Place, TextLog, parse_scores
-from bevctl.runs.records import StepRecord
+from bevctl.runs.readers.text import MESSAGE_ONLY, Place, TextLog, parse_scores
+from bevctl.runs.readers.train_lines import TrainLines
 
 _STAMP = r"((?:\d{4}/)?\d\d/\d\d \d\d:\d\d:\d\d) - "
-_TRAIN = re.compile(
+_PREFIX = (
     rf"(?:{_STAMP}\S+ - [A-Z]+ - )?"
-    r"(?:Epoch\(train\) +\[ *(\d+)\]\[ *(\d+)/ *(\d+)\]|Iter\(train\) +\[ *(\d+)/ *(\d+)\])\s+(?=\S)",
-    re.ASCII,
+    r"(?:Epoch\(train\) +\[ *(\d+)\]\[ *(\d+)/ *(\d+)\]|Iter\(train\) +\[ *(\d+)/ *(\d+)\])\s+(?=\S)"
 )
+_TRAIN = re.compile(_PREFIX, re.ASCII)
 _MESSAGE = re.compile(rf"{_STAMP}\S+ - ([A-Z]+) - ?(.*)", re.ASCII)
 _SCORES = re.compile(r"(?:Epoch|Iter)\((?:val|test)\) +(?:\[ *(\d+)\])?\[ *(\d+)/ *(\d+)\]\s+(.*)", re.ASCII)
-_STAMP_INSIDE = re.compile(_STAMP, re.ASCII)
-_WHOLE = re.compile(r"(?:\.\d{4}|nan|inf)\s*$", re.ASCII)
 
 
 def stamp(line: str, clock: Clock) -> float | None:
     """Unix time of a line of this format."""
-    return clock.time(line) if _MESSAGE.match(line) else None
+    message = _MESSAGE.match(line)
+    return clock.time(message[1]) if message is not None else None
 
 
 def recognises(line: str) -> float:
@@ -41,59 +40,39 @@ class MmengineText:
         self._out = out
         self._clock = clock
         self._text = TextLog(out, place)
-        self._items = ItemParser()
+        self._lines = TrainLines(out, clock, _PREFIX)
 
     def jump(self, place: Place) -> None:
         self._text.jump(place)
 
     def feed(self, lines: list[str], number: int) -> None:
-        match = _TRAIN.match
+        parse, take = self._lines.row, self._text.step
         for line in lines:
-            found = match(line)
-            if found is None or not self._train(line, found):
+            row = parse(line)
+            if row is None:
                 self._other(line, number)
+            else:
+                take(row)
             number += 1
 
     def feed_torn(self, line: str, number: int) -> None:
-        found = _TRAIN.match(line)
-        if found is None:
-            self._other(line, number)
-            return
-        before = self._items.layout.names
-        record = self._record(line, found)
-        if record is not None and _WHOLE.search(line) and (not before or self._items.layout.names == before):
-            self._out.step(record)
+        row = self._lines.torn_row(line)
+        if row is not None:
+            self._text.step(row)
+        elif self._lines.begins(line):
+            self._text.left_out()
         else:
-            self._out.note("The last line is not complete yet and was left out.")
+            self._other(line, number)
 
     def finish(self) -> None:
         self._text.close_dump()
 
-    def _record(self, line: str, found: re.Match[str]) -> StepRecord | None:
-        time, epoch, inner, length, iteration, last = found.groups()
-        out = self._out
-        if time is not None:
-            out.time = self._clock.time(time)
-        tail = line[found.end() :]
-        if epoch is None:
-            out.log.max_iters = int(last)
-            return self._items.record(tail, 1, int(iteration), out.time)
-        out.log.iters_per_epoch = count = int(length)
-        return self._items.record(tail, int(epoch), (int(epoch) - 1) * count + int(inner), out.time)
-
-    def _train(self, line: str, found: re.Match[str]) -> bool:
-        record = self._record(line, found)
-        if record is None:
-            return False
-        self._text.complete(record)
-        self._out.step(record)
-        return True
-
     def _other(self, line: str, number: int) -> None:
         if line[:1] == "[":
             line = self._text.without_rank(line)
-            found = _TRAIN.match(line)
-            if found is not None and self._train(line, found):
+            row = self._lines.row(line)
+            if row is not None:
+                self._text.step(row)
                 return
         message = _MESSAGE.match(line)
         body = line

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from bevctl.runs.collect import Collector
-from bevctl.runs.readers.clock import Clock, parse_eta
+from bevctl.runs.layout import parse_eta
+from bevctl.runs.readers.clock import Clock
 from bevctl.runs.readers.header import precision_of
 from bevctl.runs.readers.text import MESSAGE_ONLY, Place, TextLog
 from bevctl.runs.records import StepRecord
@@ -28,7 +29,8 @@ _CHECKPOINT = re.compile(r"==> Loading parameters from checkpoint (\S+)", re.ASC
 
 def stamp(line: str, clock: Clock) -> float | None:
     """Unix time of a line of this format."""
-    return clock.time(line) if _MESSAGE.match(line) else None
+    message = _MESSAGE.match(line)
+    return clock.time(message[1]) if message is not None else None
 
 
 def recognises(line: str) -> float:
@@ -104,8 +106,7 @@ class OpenPCDet:
             return
         record.eta_s = parse_eta(left if left.count(":") == 2 else f"0:{left}")
         self._gpu = {}
-        self._text.complete(record)
-        out.step(record)
+        self._text.step(record)
 
     def _other(self, level: str, body: str, number: int) -> None:
         header, where = self._out.log.header, self._text.place.line(number)

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from bevctl.runs.collect import Collector
-from bevctl.runs.readers.names import Layout, is_loss, scores
+from bevctl.runs.layout import Layout, Row, is_loss
+from bevctl.runs.readers.names import scores
 from bevctl.runs.readers.text import Place
 
 _LONGEST = 64 << 20
@@ -203,7 +204,7 @@ class EventFiles:
         epoch = train.pop("epoch", 1.0)
         number = int(epoch) if math.isfinite(epoch) and 0 < epoch < 1e9 else 1
         if any(is_loss(name) or name in ("lr", "learning_rate") for name in train):
-            out.step(Layout(tuple(train)).record(list(train.values()), number, self._step, out.time))
+            out.step(Row(Layout(tuple(train)), list(train.values()), number, self._step, out.time))
         else:
             validation |= train
         if validation:

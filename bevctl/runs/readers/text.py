@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import re
 from dataclasses import dataclass, field
-from typing import Any
 
 from bevctl.runs.collect import Collector
-from bevctl.runs.readers.clock import parse_eta
+from bevctl.runs.layout import Row
 from bevctl.runs.readers.events import FAILURE, FailureScanner, Found, describe
 from bevctl.runs.readers.header import Dump, limits_of
 from bevctl.runs.readers.mismatch import MismatchScanner
-from bevctl.runs.readers.names import Layout, LayoutCache, scores
+from bevctl.runs.readers.names import scores
 from bevctl.runs.records import StepRecord
 
 MESSAGE_ONLY = 0.01
@@ -23,8 +22,20 @@ _APEX = re.compile(r"Gradient overflow\. +Skipping step, loss scaler \d+ reducin
 _DEEPSPEED = re.compile(r"OVERFLOW! .*Skipping step\. Attempted loss scale: ([\d.e+-]+)(?:, reducing to ([\d.e+-]+))?")
 _SCHEDULER_ORDER = "lr_scheduler.step()` before `optimizer.step()"
 _ALARMING = ("ERROR", "CRITICAL", "FATAL")
-VALUES = re.compile(r"([^\s,:][^:,]*?): (-?[\d.][\d.eE+-]*|-?nan|-?inf)(?=[,\s]|$)")
-"""`name: number` in a line of scores, where a name may hold single spaces."""
+_BETWEEN_SCORES = re.compile(r",\s*|\s{2,}")
+"""mmcv and mmengine part items so; a name may hold single spaces."""
+_LONGEST_LINE = 200_000
+_ENDS_DUMP = (
+    "Traceback (most recent",
+    "load checkpoint from",
+    "Killed",
+    "Segmentation fault",
+    "Bus error",
+    "Terminated",
+    "slurmstepd",
+    "terminate called",
+)
+"""What is not part of a header though it has no time."""
 _NOT_SCORES = ("time", "data_time", "eta", "memory", "lr", "base_lr", "step")
 
 
@@ -56,24 +67,32 @@ class TextLog:
         self.close_dump()
         self._failures = FailureScanner()
 
-    def complete(self, record: StepRecord) -> None:
-        """Ends a header, and adds to a train line's record what was told between the lines."""
+    def step(self, step: Row | StepRecord) -> None:
+        """Takes a train line's record, to which what was told between the lines is added."""
         if self._dump is not None:
             self.close_dump()
-        if self._loss_scale is not None and record.loss_scale is None:
-            record.loss_scale, record.skipped_steps = self._loss_scale, self.out.skipped_steps
+        if self._loss_scale is not None:
+            step = step.record() if isinstance(step, Row) else step
+            if step.loss_scale is None:
+                step.loss_scale, step.skipped_steps = self._loss_scale, self.out.skipped_steps
+        self.out.step(step)
 
     @staticmethod
     def without_rank(line: str) -> str:
         """Without the rank that mpirun, torchrun or PyTorch put in front."""
         return _RANK_PREFIX.sub("", line, count=1)
 
+    def left_out(self) -> None:
+        """The last line of the file is half a line of numbers."""
+        self.out.note("The last line is not complete yet and was left out.")
+
     # --- lines without a time ----------------------------------------------------------------------------------------
 
     def plain(self, line: str, number: int) -> None:
         """A line without a time in front."""
+        line = line[:_LONGEST_LINE]
         if self._dump is not None:
-            if not line.startswith(("Traceback (most recent", "load checkpoint from")):
+            if not line.startswith(_ENDS_DUMP):
                 self._dump.add(line)
                 return
             self.close_dump()
@@ -86,7 +105,7 @@ class TextLog:
             self.out.log.unknown_lines += 1
 
     def _continues_known(self, line: str, number: int) -> bool:
-        if "state_dict" in line or "size mismatch for " in line or "Missing key(s)" in line:
+        if "state_dict" in line or "size mismatch for " in line or "loaded state dict" in line:
             return self._mismatch.scan(line, self.out, self.place.line(number))
         if "kipping step" in line:
             return self._overflow(line, number)
@@ -96,8 +115,8 @@ class TextLog:
         return False
 
     def _known(self, line: str) -> bool:
-        """Lines that tell nothing and are no riddle: rulers and mmcv's progress bars."""
-        return not line.strip(" -=*_") or _PROGRESS_BAR.match(line) is not None
+        """Lines that tell nothing and are no riddle: rulers, mmcv's progress bars, what is loaded."""
+        return not line.strip(" -=*_") or _PROGRESS_BAR.match(line) is not None or "load checkpoint from " in line
 
     def _overflow(self, line: str, number: int) -> bool:
         match = _APEX.search(line) or _DEEPSPEED.search(line)
@@ -142,42 +161,12 @@ class TextLog:
                 log.max_epochs, log.max_iters = log.max_epochs or epochs, log.max_iters or iterations
 
 
-class ItemParser:
-    """The tail of a train line, `name: number, name: number, ...`, as a StepRecord."""
-
-    def __init__(self) -> None:
-        self._layouts = LayoutCache(":")
-        self.layout = Layout(())
-        """That of the last line."""
-
-    def record(self, tail: str, epoch: int, iteration: int, time: float | None) -> StepRecord | None:
-        """The record; None where `tail` is not such a list, or not a whole one."""
-        eta = None
-        start = tail.find("eta: ")
-        if start >= 0:
-            end = tail.find("time: ", start)
-            eta = parse_eta(tail[start + 5 : end if end > 0 else None].strip(" ,"))
-            tail = tail[:start] + (tail[end:] if end > 0 else "")
-        tokens = tail.replace(",", " ").split()
-        names = tokens[::2]
-        try:
-            values: list[Any] = list(map(float, tokens[1::2]))
-        except ValueError:
-            return None
-        layout = self._layouts.of(names)
-        if len(values) != len(names) or not layout.names:
-            return None
-        self.layout = layout
-        record = layout.record(values, epoch, iteration, time)
-        record.eta_s = eta
-        return record
-
-
 def parse_scores(tail: str) -> dict[str, float]:
     """The metrics of a validation line, without what belongs to the run."""
     metrics = {}
-    for name, value in VALUES.findall(tail):
-        if name not in _NOT_SCORES:
+    for item in _BETWEEN_SCORES.split(tail):
+        name, _, value = item.rpartition(": ")
+        if name and name not in _NOT_SCORES:
             with contextlib.suppress(ValueError):
                 metrics[name] = float(value)
     return scores(metrics)
