@@ -73,6 +73,7 @@ class LossScale(click.ParamType):
 @config_option("--work-dir", key="work_dir", metavar="DIR", help="Folder of the run; default: runs/<config name>.")
 @config_option("--seed", key="seed", type=int, metavar="N", help="Seed of weights, order and augmentation.")
 @config_option("--deterministic", key="train.deterministic", is_flag=True, help="Deterministic algorithms; slower.")
+@click.option("--no-preflight", is_flag=True, help="Skip the quick checks at the start.")
 @click.option("-n", "--dry-run", is_flag=True, help="Show config, memory, steps and finish time; train nothing.")
 @click.option("--detach", is_flag=True, help="Train in the background, writing to console.log in the work_dir.")
 @json_option
@@ -90,6 +91,7 @@ def command(
     gpus: int | None,
     nnodes: int,
     rdzv_endpoint: str | None,
+    no_preflight: bool,
     dry_run: bool,
     detach: bool,
 ) -> int:
@@ -103,6 +105,7 @@ def command(
     from bevctl.engine.run import RunOptions
     from bevctl.engine.workdir import resumed_config
     from bevctl.models.build import CHECKPOINTED_PARTS
+    from bevctl.preflight.start import check_start, is_first_process
 
     if resume is not None and load_from is not None:
         raise BevctlError("--resume and --load-from contradict each other.", "Resuming takes the weights as well.")
@@ -117,6 +120,8 @@ def command(
     cluster = Cluster(gpus or 1, nnodes, rdzv_endpoint)
     if dry_run:
         return _preview(config, run, cluster, console)
+    if not no_preflight and is_first_process():
+        check_start(config, gpus, resume, console)
     if detach:
         return _detach(config, run, console)
     return run_ranks(console, cluster, config.device, lambda world: _train(config, run, world, console))

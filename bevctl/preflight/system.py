@@ -13,7 +13,7 @@ from pathlib import Path
 import bevctl
 from bevctl.preflight.checks import CheckSpec, Context, Outcome, failed, passed, skipped, unknown, warned
 from bevctl.preflight.gpu_selection import gpus_in_use
-from bevctl.preflight.host import Limit, cores, memory_available
+from bevctl.preflight.host import cores, memory_available
 from bevctl.preflight.needs import NotKnown, checkpoint_bytes, sample_bytes
 from bevctl.sizes import format_gb, format_gib
 
@@ -176,14 +176,14 @@ def host_memory(context: Context) -> Outcome:
 
 
 def cpu_cores(context: Context) -> Outcome:
-    """A core for each training and each loading process keeps the GPUs fed."""
-    have: Limit = cores()
+    """A core for each loading process keeps the GPUs fed; a training process mostly waits."""
+    have = cores()
     gpus = context.gpus or 1
-    need = gpus * (1 + context.workers)
+    need = gpus * max(1, context.workers)
     found = f"{have.value:g} cores ({have.source})"
-    required = f"{need}: {gpus} training and {gpus * context.workers} loading processes"
+    required = f"{need}, for {gpus} x {context.workers} loading processes"
     if have.value < need:
-        return warned(found, f"Use --workers {max(0, int(have.value // gpus) - 1)}.", required=required)
+        return warned(found, f"Use --workers {int(have.value // gpus)}.", required=required)
     return passed(found, required=required)
 
 

@@ -36,6 +36,7 @@ def report_lines(report: Report) -> Iterator[str]:
     Neighbours that were skipped for one reason share a line.
     """
     width = max((len(check.name) for check in report.checks), default=0)
+    id_width = max((len(check.id) for check in report.checks), default=0)
     section = ""
     for (name, skipped_because, _), group in itertools.groupby(report.checks, _line_of):
         checks = list(group)
@@ -46,7 +47,7 @@ def report_lines(report: Report) -> Iterator[str]:
         if skipped_because and len(checks) > 1:
             yield f"  {_MARKS[first.status]:<5} {first.id} to {checks[-1].id}: {skipped_because}"
             continue
-        yield f"  {_MARKS[first.status]:<5} {first.id:<8} {first.name:<{width}}  {first.found}"
+        yield f"  {_MARKS[first.status]:<5} {first.id:<{id_width}}  {first.name:<{width}}  {first.found}"
         if first.status in (CheckStatus.WARN, CheckStatus.FAIL) or report.decides(first):
             yield from _explanation(first)
     yield summary(report)
@@ -57,14 +58,6 @@ def _line_of(check: Check) -> tuple[str, str, str]:
     if check.status == CheckStatus.SKIP:
         return check.section, check.found, ""
     return check.section, "", check.id
-
-
-def findings(report: Report) -> Iterator[str]:
-    """The checks that failed or warn, each with what to do."""
-    for check in report.checks:
-        if check.status in (CheckStatus.WARN, CheckStatus.FAIL):
-            yield f"{check.id} {check.name}: {check.found}"
-            yield from _explanation(check)
 
 
 def _explanation(check: Check) -> Iterator[str]:

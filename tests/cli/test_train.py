@@ -18,6 +18,7 @@ import torch
 
 from bevctl.engine.checkpoint import read_checkpoint
 from bevctl.errors import ExitCode
+from bevctl.preflight.host import Limit
 
 from ..conftest import Outcome
 from ..engine.disk import write_run_files
@@ -104,7 +105,7 @@ def test_the_dry_run_resolves_the_rate_and_uses_earlier_times(invoke: Invoke, na
         (["--loss-scale", "0"], "neither dynamic nor a number"),
         (["--batch", "0"], "train.batch"),
         (["--bacth", "4"], "No such option"),
-        (["--set", "data.root=/nowhere/at/all"], "/nowhere/at/all"),
+        (["--no-preflight", "--set", "data.root=/nowhere/at/all"], "/nowhere/at/all"),
         (["--set", "optim.lr_scaling=linear"], "base_batch"),
         (["--set", "precision.fp32_modules=[heads.objet]"], "heads.objet"),
         (["--nnodes", "2"], "--rdzv-endpoint"),
@@ -120,9 +121,32 @@ def test_what_cannot_work_is_one_sentence_and_exit_2(
     assert not Path("runs").exists()
 
 
+def test_what_the_check_at_the_start_finds_ends_with_exit_1(invoke: Invoke, nano: Path) -> None:
+    done = invoke("train", nano, "--device", "cpu", "--set", "data.root=/nowhere/at/all", "--json")
+    assert done.code == 1
+    assert "Preflight stopped the run: DATA001" in done.document["error"]["message"]
+    assert "--no-preflight" in done.document["error"]["hint"]
+    assert not Path("runs").exists()
+
+
+def test_a_check_at_the_start_that_finds_nothing_is_one_line(
+    invoke: Invoke, nano: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bevctl.preflight.system.cores", lambda: Limit(8, "this machine"))
+    done = invoke("train", nano, "--device", "cpu", "--work-dir", "run", "--max-iters", "1")
+    assert done.code == 0, done.err
+    assert [line[:14] for line in done.err.splitlines() if "reflight" in line] == ["Preflight PASS"]
+    silent = invoke("train", nano, "--device", "cpu", "--work-dir", "silent", "--max-iters", "1", "--no-preflight")
+    assert silent.code == 0
+    assert "Preflight" not in silent.err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_zero_gpus_with_gpus_2(invoke: Invoke, nano: Path) -> None:
-    done = invoke("train", nano, "--device", "auto", "--gpus", "2")
+    stopped = invoke("train", nano, "--device", "auto", "--gpus", "2")
+    assert stopped.code == 1
+    assert "GPU001" in stopped.err
+    done = invoke("train", nano, "--device", "auto", "--gpus", "2", "--no-preflight")
     assert done.code == 2
     assert "--gpus 2, but no usable GPUs here" in done.err
 
