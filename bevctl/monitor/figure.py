@@ -11,8 +11,8 @@ import numpy as np
 
 from bevctl.monitor.history import Column
 
-WIDTH, HEIGHT = 640, 250
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 26
+WIDTH, HEIGHT = 440, 220
+LEFT, RIGHT, TOP, BOTTOM = 48, 10, 10, 24
 POINTS = 600
 """Points of a curve; more are averaged, as the page has no more pixels."""
 COLOURS = 6

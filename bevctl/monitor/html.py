@@ -60,8 +60,7 @@ def _run(report: Report) -> str:
     return (
         _header(report)
         + _alarms(report.alarms)
-        + _plots([report])
-        + _parts(report)
+        + f'<section class="plots">{_plots([report])}{_parts(report)}</section>'
         + _table(report)
         + _validation(report)
         + _gpus(report)
@@ -73,7 +72,7 @@ def _comparison(reports: Sequence[Report]) -> str:
     heads = "".join(
         f'<div class="s{i % COLOURS} run">{_header(r)}{_alarms(r.alarms)}</div>' for i, r in enumerate(reports)
     )
-    return f'<div class="runs">{heads}</div>{_plots(reports)}{_differences(reports)}'
+    return f'<div class="runs">{heads}</div><section class="plots">{_plots(reports)}</section>{_differences(reports)}'
 
 
 def _header(report: Report) -> str:
@@ -123,7 +122,7 @@ def _plots(reports: Sequence[Report]) -> str:
         if name == "iter_time_s" and not several:
             lines.append(_line("data_time_s", reports[0].history, "data_time_s"))
         figures.append(figure(name, unit, lines, () if several else _markers(reports[0]), log=log))
-    return f'<section class="plots">{"".join(figures)}</section>'
+    return "".join(figures)
 
 
 def _line(label: str, history: History, name: str) -> Line:
@@ -152,7 +151,7 @@ def _parts(report: Report) -> str:
         figures.append(
             figure(printable(f"losses of {task}{more}"), "", [_line(name, history, name) for name in largest])
         )
-    return f'<section class="plots">{"".join(figures)}</section>'
+    return "".join(figures)
 
 
 def _size(history: History, name: str) -> float:

@@ -57,10 +57,11 @@ def progress_of(log: RunLog, history: History) -> Progress:
     evaluation = _evaluation_s(log)
     left = None if total is None or last is None else max(total - last.iter, 0)
     finish = _finish(log, last, total, iter_time, evaluation)
+    length = _epoch_length(log)
     return Progress(
-        epoch=last.epoch if last else None,
+        epoch=_epoch(log, last, length),
         iter=last.iter if last else None,
-        iters_per_epoch=log.iters_per_epoch,
+        iters_per_epoch=length,
         max_epochs=log.max_epochs,
         total_iters=total,
         iter_time_s=iter_time,
@@ -75,6 +76,20 @@ def _total(log: RunLog) -> int | None:
     if log.max_iters is not None:
         return log.max_iters
     return log.max_epochs * log.iters_per_epoch if log.max_epochs and log.iters_per_epoch else None
+
+
+def _epoch_length(log: RunLog) -> int | None:
+    """Iterations an epoch; of a run that counts iterations only, what its two limits give."""
+    if log.iters_per_epoch or not log.max_iters or not log.max_epochs or log.max_iters % log.max_epochs:
+        return log.iters_per_epoch
+    return log.max_iters // log.max_epochs
+
+
+def _epoch(log: RunLog, last: StepRecord | None, length: int | None) -> int | None:
+    """The epoch of the last record; a run that counts iterations only logs epoch 1 throughout."""
+    if last is None:
+        return None
+    return last.epoch if log.iters_per_epoch or not length else -(-last.iter // length)
 
 
 def _recent_median(history: History, name: str) -> float | None:
@@ -110,7 +125,7 @@ def _finish(
     log: RunLog, last: StepRecord | None, total: int | None, iter_time: float | None, evaluation: float | None
 ) -> tuple[tuple[int, float], ...]:
     """(epoch, seconds after the last record) of each epoch that is not done yet."""
-    length = log.iters_per_epoch
+    length = _epoch_length(log)
     if last is None or total is None or iter_time is None or not length:
         return ()
     every = _epochs_an_evaluation(log)

@@ -35,7 +35,7 @@ figcaption{font-weight:600;font-size:.95rem}
 .legend span{display:inline-flex;align-items:center;gap:.35em;overflow-wrap:anywhere}
 .key{width:24px;height:8px;flex:none}
 svg{display:block;width:100%;height:auto}
-svg text{fill:var(--soft);font-size:13px}
+svg text{fill:var(--soft);font-size:12px}
 .grid{stroke:var(--line);fill:none}.mark{stroke:var(--soft);fill:none;stroke-dasharray:2 4;opacity:.7}
 .line{fill:none;stroke-width:1.8;stroke-linecap:round;stroke-linejoin:round}.bad{stroke:none}
 .s0{--c:var(--c0)}.s1{--c:var(--c1)}.s2{--c:var(--c2)}.s3{--c:var(--c3)}.s4{--c:var(--c4)}.s5{--c:var(--c5)}

@@ -52,9 +52,11 @@ def position(report: Report) -> str:
     if progress.iter is None:
         return "no training record yet"
     epochs = f"epoch {progress.epoch}" + (f" of {progress.max_epochs}" if progress.max_epochs else "")
+    if not progress.iters_per_epoch and progress.total_iters:
+        epochs = ""  # the log counts iterations only
     of = f" of {count(progress.total_iters)}" if progress.total_iters else ""
     share = f" ({progress.share:.1%})" if progress.share is not None else ""
-    return f"{epochs}, iteration {count(progress.iter)}{of}{share}"
+    return f"{epochs}{', ' if epochs else ''}iteration {count(progress.iter)}{of}{share}"
 
 
 def remaining(report: Report) -> str:

@@ -23,7 +23,8 @@ FLAT_WINDOWS = 30
 SWING, MORE_SWING = 0.15, 4.0
 """Relative scatter, and its growth since the first half, that are called swings."""
 SMOOTH = 5
-SWING_WIDTH = 9
+SWING_WIDTH = 10
+"""Even, so that the level of a loss that alternates lies between its two values."""
 LR_RESTART = 2.0
 """Factor by which a learning rate that jumps explains a jump of the loss."""
 

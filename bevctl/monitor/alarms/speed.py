@@ -55,13 +55,13 @@ def _chunks(values: Column) -> Column:
 def slowing(view: View) -> Iterator[Trouble]:
     """Iterations take longer and longer."""
     iters, times = view.warm.finite("iter_time_s")
+    kept = times <= PAUSE * np.median(times) if len(times) else times > 0
+    iters, times = iters[kept], times[kept]
     if len(times) < LEAST_RECORDS:
         return
-    kept = times < PAUSE * np.median(times)
-    iters, times = iters[kept], times[kept]
     levels = _chunks(times)
     early, late = float(np.median(levels[: CHUNKS // 2])), float(np.median(levels[-2:]))
-    scatter = 1.4826 * float(np.median(np.abs(times[: len(times) // 2] - early)))
+    scatter = 1.4826 * float(np.median(np.abs(np.diff(times))))
     if late < SLOWER * early or late < early + 4 * scatter or levels[-2:].min() <= levels[: CHUNKS // 2].max():
         return
     first = iters[np.array_split(np.arange(len(times)), CHUNKS)[int(np.argmax(levels > (early + late) / 2))][0]]

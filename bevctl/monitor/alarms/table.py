@@ -124,7 +124,8 @@ ALARMS: dict[str, Rule] = {
 
 def alarms_of(view: View) -> list[Alarm]:
     """Every alarm of a run, the worst first."""
-    found = [_alarm(id, trouble, view) for id, rule in ALARMS.items() for trouble in rule.find(view)]
+    with np.errstate(all="ignore"):  # a log may hold any number
+        found = [_alarm(id, trouble, view) for id, rule in ALARMS.items() for trouble in rule.find(view)]
     return sorted(found, key=lambda alarm: -alarm.severity.rank)
 
 
