@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,10 @@ def launch(context: Context) -> Outcome:
     if not context.once(gpus_in_use).used:
         return skipped("no GPU to look at, see GPU001")
     report = context.once(probe)
+    if "devices" not in report:
+        return unknown(
+            "a first launch did not come back in time", "Give it longer with --timeout; see GPU012 and dmesg."
+        )
     if not report["devices"]:
         return failed(f"torch sees no GPU: {report['reason'] or 'no reason given'}", "See GPU004 and GPU005.")
     devices = dict(zip((gpu.index for gpu in context.once(gpus_in_use).used), report["devices"], strict=False))
@@ -178,7 +183,10 @@ def torch_build(context: Context) -> TorchBuild:
 
 
 def probe(context: Context) -> dict[str, Any]:
-    """What `gpu_probe.py` tells; raises RuntimeError with the last line of its output where it fails."""
+    """What `gpu_probe.py` tells; without "devices" when a launch hangs.
+
+    Raises RuntimeError with the last line of its output where torch cannot even be imported.
+    """
     used = context.once(gpus_in_use).used
     asked = context.precision if context.precision in _DTYPES else _automatic_for(used)
     script = Path(__file__).with_name("gpu_probe.py")
@@ -188,22 +196,29 @@ def probe(context: Context) -> dict[str, Any]:
         command.append("--own")
         own = str(Path(bevctl.__file__).parents[1])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [own, os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=0.9 * context.timeout,  # ended here, before the check is given up and leaves it behind
-        check=False,
-    )
-    told = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
-    if not told:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    # Ended here, before the check is given up and leaves it behind.
+    said, complained = _output(command, environment, 0.9 * context.timeout)
+    report: dict[str, Any] = {}
+    for line in said.splitlines():
+        if line.startswith(MARK):
+            report |= json.loads(line[len(MARK) :])
+    if not report:
+        last = (complained.strip().splitlines() or ["no answer"])[-1]
         raise RuntimeError(f"{command[0]} cannot use torch: {last}")
-    report: dict[str, Any] = json.loads(told[-1][len(MARK) :])
     return report
+
+
+def _output(command: list[str], environment: Mapping[str, str], limit_s: float) -> tuple[str, str]:
+    """What a command says on stdout and stderr until it ends, or until it is ended after `limit_s`."""
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        try:
+            said = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            said = process.communicate()
+    return said[0].decode(errors="replace"), said[1].decode(errors="replace")
 
 
 def _automatic_for(gpus: tuple[Gpu, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Tells how torch was built and launches small pieces of work on each GPU; prints one JSON document behind MARK.
+"""Tells how torch was built, then launches small pieces of work on each GPU; prints a JSON line for each behind MARK.
 
 Run as a script by the interpreter in question (`EXE gpu_probe.py GPUS DTYPE [--own]`), Python 3.6 and newer: what
 breaks a driver or a process breaks this one only. `--own` also launches bevctl's operations.
@@ -21,14 +21,13 @@ def main(gpus: int, dtype: str, own: bool) -> None:
         available = torch.cuda.is_available()
         count = torch.cuda.device_count() if available else 0
     flags = getattr(torch._C, "_cuda_getArchFlags", lambda: None)() or ""
-    report = {
-        "version": torch.__version__,
-        "cuda": torch.version.cuda,
-        "arch_list": flags.split(),
-        "reason": "" if available else " ".join(str(w.message).splitlines()[0] for w in caught),
-        "devices": [_launch_all(torch.device("cuda", index), dtype, own) for index in range(min(gpus, count))],
-    }
-    print(MARK + json.dumps(report))
+    reason = "" if available else " ".join(str(w.message).splitlines()[0] for w in caught)
+    _tell(version=torch.__version__, cuda=torch.version.cuda, arch_list=flags.split(), reason=reason)
+    _tell(devices=[_launch_all(torch.device("cuda", index), dtype, own) for index in range(min(gpus, count))])
+
+
+def _tell(**values: object) -> None:
+    print(MARK + json.dumps(values), flush=True)
 
 
 def _launch_all(device, dtype: str, own: bool) -> dict:  # type: ignore[no-untyped-def]

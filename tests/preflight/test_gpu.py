@@ -373,11 +373,24 @@ class TestProbe:
         done = subprocess.run(
             [sys.executable, gpu_probe.__file__, "1", "float16"], capture_output=True, text=True, check=True
         )
-        (line,) = [line for line in done.stdout.splitlines() if line.startswith(gpu_probe.MARK)]
-        told = json.loads(line.removeprefix(gpu_probe.MARK))
-        assert told["version"] == torch.__version__
-        assert told["cuda"] == torch.version.cuda
-        assert len(told["devices"]) == min(1, torch.cuda.device_count())
+        lines = [line for line in done.stdout.splitlines() if line.startswith(gpu_probe.MARK)]
+        build, launched = (json.loads(line.removeprefix(gpu_probe.MARK)) for line in lines)
+        assert (build["version"], build["cuda"]) == (torch.__version__, torch.version.cuda)
+        assert len(launched["devices"]) == min(1, torch.cuda.device_count())
+
+    def test_a_launch_that_hangs_does_not_hide_how_torch_was_built(
+        self, monkeypatch: pytest.MonkeyPatch, make_context: MakeContext, tmp_path: Path
+    ) -> None:
+        fake_nvml.install(monkeypatch, h200())
+        build = {"version": "2.7.1", "cuda": "12.6", "arch_list": ["sm_90"], "reason": ""}
+        exe = tmp_path / "python"
+        exe.write_text(f"#!/bin/sh\necho '{gpu_probe.MARK}{json.dumps(build)}'\nexec sleep 60\n")
+        exe.chmod(0o755)
+        context = make_context(python=str(exe), timeout=1.0)
+        found = run_checks({"gpu": gpu.CHECKS}, context, Selection(only=["GPU004", "GPU005", "GPU006"])).checks
+        by_id = {check.id: check for check in found}
+        assert [by_id[id].status.value for id in ("GPU004", "GPU005", "GPU006")] == ["pass", "pass", "unknown"]
+        assert "did not come back" in by_id["GPU006"].found
 
     @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
     def test_every_piece_of_work_gives_the_result_of_the_cpu(self, dtype: str) -> None:
