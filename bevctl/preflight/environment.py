@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -72,27 +74,30 @@ def _run_probe(context: Context, *options: str) -> dict[str, Any]:
     executable = context.python or sys.executable
     command = [executable, str(Path(probe.__file__)), *options]
     try:
-        process = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=context.timeout
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
         )
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise BevctlError(f"Cannot run {executable}: {reason}.", _HINT) from None
-    except subprocess.TimeoutExpired:
-        raise BevctlError(f"{executable} did not answer within {context.timeout:g} s.", _HINT) from None
-    return _document(executable, process)
-
-
-def _document(executable: str, process: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    lines = [line for line in process.stdout.splitlines() if line.startswith(probe.MARK)]
-    try:
-        document = json.loads(lines[-1][len(probe.MARK) :])
-    except (IndexError, ValueError):
-        said = (process.stderr.strip().splitlines() or ["nothing"])[-1]
-        raise BevctlError(
-            f"{executable} is not a Python 3.6 or newer that works; it said: {said:.200}.", _HINT
-        ) from None
-    assert isinstance(document, dict)
+    with process:
+        try:
+            said, complaint = process.communicate(timeout=context.timeout)
+        except subprocess.TimeoutExpired:
+            raise BevctlError(f"{executable} did not answer within {context.timeout:g} s.", _HINT) from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with the imports that it may have left behind
+    document = probe.printed_details(said)
+    if "python" not in document:
+        last = (complaint.strip().splitlines() or ["nothing"])[-1]
+        raise BevctlError(f"{executable} is no working Python 3.6 or newer; it said: {last:.200}.", _HINT)
     return document
 
 

@@ -222,11 +222,20 @@ def try_import(code: str, timeout: float) -> Dict[str, Any]:
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return {"ok": None, "error": f"no answer within {timeout:g} s"}
-    details = [line[len(MARK) :] for line in process.stdout.splitlines() if line.startswith(MARK)]
-    outcome = json.loads(details[-1]) if details else {}  # type: Dict[str, Any]
+    outcome = printed_details(process.stdout)
     outcome["ok"] = process.returncode == 0
     outcome["error"] = None if outcome["ok"] else last_error(process)
     return outcome
+
+
+def printed_details(text: str) -> Dict[str, Any]:
+    """The mapping that a program printed behind MARK; {} where there is none."""
+    lines = [line[len(MARK) :] for line in text.splitlines() if line.startswith(MARK)]
+    try:
+        details = json.loads(lines[-1]) if lines else {}
+    except ValueError:
+        return {}
+    return details if isinstance(details, dict) else {}
 
 
 def last_error(process: "subprocess.CompletedProcess[str]") -> str:
