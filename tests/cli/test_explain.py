@@ -10,8 +10,7 @@ from bevctl.preflight.checks import all_checks
 from tests.conftest import Outcome
 
 Invoke = Callable[..., Outcome]
-OWN_SECTIONS = ("software", "files", "data", "launch")
-SPECS = {spec.id: spec for section, specs in all_checks().items() for spec in specs if section in OWN_SECTIONS}
+SPECS = {spec.id: spec for specs in all_checks().values() for spec in specs}
 
 
 @pytest.mark.parametrize("id", SPECS)
