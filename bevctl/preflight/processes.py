@@ -46,7 +46,7 @@ class Process:
     parent_name: str
     """Empty: the parent cannot be seen."""
     adopted: bool
-    """Its own parent is gone, and an init process took its place."""
+    """Its own parent is gone, and an init process or a subreaper took its place."""
     zombie: bool
     training: bool
     """The command line is that of a training run."""
@@ -151,7 +151,7 @@ def inspect(pid: int) -> Process | None:
             words: list[str] = [] if zombie else _or(process.cmdline, [])
             command = " ".join(words) or process.name()
             parent, parent_name = process.ppid(), _parent_name(process)
-            adopted = parent == 1 or parent_name in _INITS
+            adopted = _is_adopted(pid, parent, parent_name)
             if zombie:
                 orphan = f"dead, but not yet collected by its parent {parent} ({parent_name or 'unknown'})"
             else:
@@ -172,6 +172,21 @@ def inspect(pid: int) -> Process | None:
             )
     except psutil.Error:
         return None
+
+
+def _is_adopted(pid: int, parent: int, parent_name: str) -> bool:
+    """Whether the parent is not the one that started the process.
+
+    A subreaper other than an init gives itself away by its session: only a leader may have another one than the
+    process that started it.
+    """
+    if parent == 1 or parent_name in _INITS:
+        return True
+    try:
+        session = os.getsid(pid)
+        return parent > 0 and session not in (pid, os.getsid(parent))
+    except OSError:
+        return False
 
 
 def _or(ask: Callable[[], Value], default: Value) -> Value:

@@ -41,6 +41,30 @@ def orphan(*words: str) -> Iterator[int]:
             os.kill(pid, signal.SIGKILL)
 
 
+SUBREAPER = """
+import ctypes, subprocess, sys, time
+ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+subprocess.run(["sh", "-c", '"$@" & echo $!', "sh", *sys.argv[1:]], start_new_session=True)
+time.sleep(60)
+"""
+
+
+@contextlib.contextmanager
+def adopted(folder: Path, *words: str) -> Iterator[int]:
+    """The pid of a running `python WORDS` that a subreaper took over, as agents in containers do."""
+    command = [sys.executable, str(script(folder, SUBREAPER, "agent.py")), sys.executable, *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout is not None
+        pid = int(agent.stdout.readline())
+        try:
+            _wait_for_python(pid)
+            _wait(lambda: psutil.Process(pid).ppid() == agent.pid, "the subreaper did not take over")
+            yield pid
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            agent.kill()
+
+
 @contextlib.contextmanager
 def child(*words: str) -> Iterator[int]:
     """The pid of a running `python WORDS` whose parent is this process."""

@@ -13,7 +13,7 @@ import pytest
 
 from bevctl.preflight.nvml import Gpu, GpuProcess, NotReported
 from bevctl.preflight.processes import Holder, duration, gpu_openers, holders, inspect, is_at_work, is_training
-from tests.preflight.orphans import child, fake_proc, orphan, script, wait_for
+from tests.preflight.orphans import adopted, child, fake_proc, orphan, script, wait_for
 
 GIB = 2**30
 WRITING = """
@@ -100,6 +100,14 @@ def test_a_training_process_without_a_parent_is_an_orphan(tmp_path: Path) -> Non
     assert "its parent is gone" in process.orphan
     assert "its parent is gone" in str(process)
     assert Holder(pid, process, {0: GIB}).is_orphan
+
+
+def test_an_orphan_under_a_subreaper_is_one_too(tmp_path: Path) -> None:
+    with adopted(tmp_path, str(script(tmp_path))) as pid:
+        process = inspect(pid)
+    assert process is not None
+    assert (process.parent_name, process.adopted) == (psutil.Process().name(), True)
+    assert "its parent is gone" in process.orphan
 
 
 def test_an_orphan_that_does_not_train_is_no_orphaned_training_process(tmp_path: Path) -> None:
