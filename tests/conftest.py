@@ -68,3 +68,17 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no recorded data at {folder}")
     return folder
+
+
+@pytest.fixture(scope="session")
+def synth_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A very small synthetic set with info files: six training and three held-out samples; read only."""
+    from bevctl.data.prepare import prepare
+    from bevctl.data.synth.dataset import make_dataset
+    from bevctl.data.synth.options import SynthOptions
+
+    root = tmp_path_factory.mktemp("synth")
+    options = SynthOptions(train_scenes=2, val_scenes=1, keyframes=3, image_scale=0.1, processes=1)
+    make_dataset(root, options)
+    prepare(root, options.version, prefix="synth")
+    return root

@@ -53,46 +53,46 @@ def run(backend: str, ranks: int, size: int, timeout: float) -> None:
 
     Raises TimeoutError (every process is ended then), and BevctlError with what the first failing rank said.
     """
-    with tempfile.TemporaryDirectory(prefix="bevctl-") as folder:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks)}
-        command = [
-            sys.executable,
-            "-m",
-            "bevctl.preflight.all_reduce_rank",
-            backend,
-            str(Path(folder, "meet")),
-            str(size),
-        ]
-        processes = [
-            subprocess.Popen(
-                command,
-                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+    with tempfile.TemporaryDirectory(prefix="bevctl-") as name:
+        folder = Path(name)
+        started = [_Rank(rank, ranks, [backend, str(folder / "meet"), str(size)], folder) for rank in range(ranks)]
+        try:
+            deadline = time.monotonic() + timeout
+            while not all([rank.is_done() for rank in started]):  # a list: each is asked, so that a failure shows
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+                time.sleep(0.05)
+        finally:
+            for rank in started:
+                rank.end()
+
+
+class _Rank:
+    """One process of the trial."""
+
+    def __init__(self, rank: int, ranks: int, arguments: list[str], folder: Path) -> None:
+        self._rank = rank
+        self._words = folder / f"rank_{rank}.txt"
+        environment = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with self._words.open("wb") as words:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "bevctl.preflight.all_reduce_rank", *arguments],
+                env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
+                stderr=words,
             )
-            for rank in range(ranks)
-        ]
-        try:
-            _wait(processes, time.monotonic() + timeout)
-        finally:
-            for process in processes:
-                process.kill()
-                process.communicate()
 
+    def is_done(self) -> bool:
+        """Whether it has ended well. Raises BevctlError with its last words when it has not."""
+        code = self._process.poll()
+        if code:
+            lines = self._words.read_text(errors="replace").strip().splitlines()
+            said = lines[-1] if lines else f"exit code {code}"
+            hint = "NCCL_DEBUG=INFO says more; check the links between the GPUs."
+            raise BevctlError(f"rank {self._rank} failed: {said:.300}", hint)
+        return code == 0
 
-def _wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> None:
-    while any(process.poll() is None for process in processes):
-        _raise_failure(processes)
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        time.sleep(0.05)
-    _raise_failure(processes)
-
-
-def _raise_failure(processes: list[subprocess.Popen[bytes]]) -> None:
-    for rank, process in enumerate(processes):
-        if process.poll():
-            lines = process.communicate()[1].decode(errors="replace").strip().splitlines()
-            said = lines[-1] if lines else f"exit code {process.returncode}"
-            raise BevctlError(f"rank {rank} failed: {said:.300}", "NCCL_DEBUG=INFO says more; check the GPUs' links.")
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
