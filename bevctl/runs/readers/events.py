@@ -278,7 +278,7 @@ class FailureScanner:
 
 
 def settle(events: list[EventRecord]) -> None:
-    """Sets `cluster` and `role` of every failure: of those at one moment one is the cause, the others follow from it."""
+    """Sets `cluster` and `role` of every failure: of those at one moment one is the cause, the others follow."""
     clusters: list[list[EventRecord]] = [[]]
     for event in events:
         known = clusters[-1]

@@ -207,12 +207,14 @@ class Generic:
             self._shift = 1  # this log counts epochs from 0
         epoch = (parsed.epoch if parsed.epoch is not None else log.steps[-1].epoch if log.steps else 1) + self._shift
         log.max_epochs = parsed.epochs or log.max_epochs
-        if parsed.inner is None:
+        if parsed.inner is not None:
+            iteration = self._epochs.total(epoch, parsed.inner)
+            log.iters_per_epoch = parsed.count if parsed.epoch is not None and parsed.count else log.iters_per_epoch
+        elif parsed.train or self._out.last is None:
             iteration = epoch
             log.iters_per_epoch = 1
         else:
-            iteration = self._epochs.total(epoch, parsed.inner)
-            log.iters_per_epoch = parsed.count if parsed.epoch is not None and parsed.count else log.iters_per_epoch
+            iteration = self._out.last.iter
         if parsed.train:
             layout = self._layouts.of(list(parsed.train))
             values = list(parsed.train.values())

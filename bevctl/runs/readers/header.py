@@ -12,8 +12,8 @@ _ENV_LINE = re.compile(r"\s*([A-Za-z][\w .,]{0,60}?):\s+(\S.*)")
 _MAX_EPOCHS = re.compile(r"\b(?:max_epochs|total_epochs|num_epochs)['\"]?\s*[=:]\s*(\d+)")
 _MAX_ITERS = re.compile(r"\b(?:max_iters|total_iters)['\"]?\s*[=:]\s*(\d+)")
 _HALF = re.compile(
-    r"^\s*fp16\s*=\s*(?!None|False)|^\s*fp16:\s*(?!null|~|false)\S?|Fp16OptimizerHook|AmpOptimWrapper|"
-    r"['\"]?use_amp['\"]?\s*[=:]\s*True|precision:\s*fp16",
+    r"^\s*fp16\s*=(?!\s*(?:None|False))|^\s*fp16:(?!\s*(?:null|~|false))|Fp16OptimizerHook|AmpOptimWrapper|"
+    r"use_amp['\"]?\s*[=: ]\s*True|precision:\s*fp16",
     re.MULTILINE,
 )
 _FULL = re.compile(r"^\s*fp16\s*=\s*(?:None|False)|^\s*fp16:\s*(?:null|~|false)|use_amp\s+False", re.MULTILINE)

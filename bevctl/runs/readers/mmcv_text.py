@@ -20,9 +20,7 @@ _TRAIN = re.compile(_PREFIX, re.ASCII)
 _MESSAGE = re.compile(rf"{_STAMP}(?: - \S+ - ([A-Z]+) - ?| \| [^|]+\| *([A-Z]+) *\| )(.*)", re.ASCII)
 _SCORES = re.compile(r"(?:Epoch\(val\) \[(\d+)\]\[\d+\]|Iter\(val\) \[\d+\])\s+(.*)", re.ASCII)
 _STAMP_INSIDE = re.compile(_STAMP + r"(?= - | \| )", re.ASCII)
-_CONTINUATION = re.compile(
-    r"[ ,]*(?:[\w./@\-]+: ?)?(?:-?[\d.]+(?:e[+-]?\d+)?|nan|-?inf)?(?:,|$)|[\w./@\-]+: ", re.ASCII
-)
+_PART_OF_LINE = re.compile(r"[\w./@\[\]:,+\- \t]+", re.ASCII)
 
 
 def stamp(line: str, clock: Clock) -> float | None:
@@ -114,20 +112,20 @@ class MmcvText:
         return line[found.start() :] if found is not None else line
 
     def _continue(self, line: str) -> bool:
-        """Joins a train line that a terminal wrapped; whether `line` is a part of one."""
-        if not line or not _CONTINUATION.match(line) or _STAMP_INSIDE.match(line):
+        """Joins a train line that a terminal wrapped; whether `line` was a part of one."""
+        before, row = self._open, self._open_row
+        ends_open = before.endswith((",", ":"))
+        if not _PART_OF_LINE.fullmatch(line) or _STAMP_INSIDE.match(line) or (line[0] == " " and not ends_open):
             return False
-        gap = " " if self._open.endswith((",", ":")) else ""
-        whole = self._open + gap + line
-        row = self._lines.row(whole)
-        if len(whole) > LONGEST_LINE or (row is None and self._open_row is not None):
+        whole = before + (" " if ends_open else "") + line
+        joined = self._lines.row(whole)
+        if len(whole) > LONGEST_LINE or (joined is None and row is not None):
             return False
-        self._open = whole
-        if row is None:
+        self._open, self._open_row = whole, joined
+        if joined is None:
             return True
-        if self._open_row is None:
-            self._text.step(row)
+        if row is None:
+            self._text.step(joined)
         else:
-            self._out.replace_last(row)
-        self._open_row = row
+            self._out.replace_last(joined)
         return True

@@ -19,6 +19,8 @@ from bevctl.runs.readers.names import scores
 from bevctl.runs.readers.text import Place
 
 _LONGEST = 64 << 20
+_FRAME = 16
+"""Bytes of a frame around its data."""
 _VALIDATION = ("val/", "eval/", "test/", "valid/", "validation/")
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
@@ -174,14 +176,15 @@ class EventFiles:
         """Takes all of a file. Raises OSError as the file system does."""
         place = Place(path.name)
         self._out.begin("start", "A run starts", place.file)
-        size = path.stat().st_size
+        whole = 0
         with path.open("rb") as file:
             for data in frames(file):
+                whole += len(data) + _FRAME
                 event = parse_event(data)
                 if event is not None:
                     self._take(event)
-            if file.tell() < size:
-                self._out.note(f"{path.name} is damaged: it was read up to there.")
+        if whole < path.stat().st_size:
+            self._out.note(f"{path.name} was read up to byte {whole}: what follows is damaged or not complete yet.")
         self.finish()
 
     def _take(self, event: Scalars) -> None:
