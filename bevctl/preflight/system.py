@@ -71,11 +71,9 @@ def inodes(context: Context) -> Outcome:
 def writable(context: Context) -> Outcome:
     """A file is really written and removed again, in the work_dir or in the folder where it will be made."""
     work_dir, folder = context.work_dir, existing(context.work_dir)
-    if os.path.lexists(work_dir) and not work_dir.is_dir():
-        kind = "a link to nothing" if work_dir.is_symlink() and not work_dir.exists() else "not a folder"
-        return failed(f"{work_dir} is {kind}", "Choose another --work-dir.")
-    if not folder.is_dir():
-        return failed(f"{folder} is not a folder", "Choose another --work-dir.")
+    obstacle = _obstacle(work_dir)
+    if obstacle:
+        return failed(obstacle, "Choose another --work-dir.")
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".bevctl-preflight-") as file:
             file.write(bytes(4096))
@@ -89,6 +87,20 @@ def writable(context: Context) -> Outcome:
             "Continue that run with --resume auto, or choose another --work-dir.",
         )
     return passed(f"wrote and removed a file in {folder}")
+
+
+def _obstacle(work_dir: Path) -> str:
+    """What stands where the work_dir, or a folder above it, should be; empty: nothing does."""
+    try:
+        work_dir.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        return f"{str(work_dir)!r:.80}: {error.strerror}"
+    for path in (work_dir, *work_dir.absolute().parents):
+        if os.path.lexists(path) and not os.path.isdir(path):
+            return f"{path} is {'a link to nothing' if path.is_symlink() else 'not a folder'}"
+    return ""
 
 
 def quota(context: Context) -> Outcome:
@@ -211,9 +223,9 @@ def clock(context: Context) -> Outcome:
 
 
 def existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that is there: where it would be made."""
+    """The folder, or the nearest one above it that is there: where it would be made."""
     absolute = path.absolute()
-    return next(folder for folder in (absolute, *absolute.parents) if folder.exists())
+    return next(folder for folder in (absolute, *absolute.parents) if os.path.isdir(folder))
 
 
 CHECKS = (

@@ -104,6 +104,20 @@ class TestWritable:
         outcome = system.writable(make_context(f"work_dir={tmp_path}/file/run"))
         assert (outcome.status, "is not a folder" in outcome.found) == (CheckStatus.FAIL, True)
 
+    def test_a_loop_of_links_above_it(self, make_context: MakeContext, tmp_path: Path) -> None:
+        (tmp_path / "loop").symlink_to("loop")
+        for below in ("loop", "loop/run"):
+            outcome = system.writable(make_context(f"work_dir={tmp_path}/{below}"))
+            assert outcome.status == CheckStatus.FAIL
+            assert f"{tmp_path}/loop" in outcome.found
+
+    def test_a_name_that_is_too_long(self, make_context: MakeContext, tmp_path: Path) -> None:
+        context = make_context(f"work_dir={tmp_path}/{'a' * 300}", min_free=1)
+        outcome = system.writable(context)
+        assert outcome.status == CheckStatus.FAIL
+        assert "too long" in outcome.found
+        assert system.disk_space(context).status == CheckStatus.PASS
+
     def test_a_link_to_nothing(self, make_context: MakeContext) -> None:
         context = make_context()
         context.work_dir.symlink_to("/nowhere/at/all")
