@@ -86,7 +86,8 @@ class Quickstart:
         )
 
     def _common(self) -> list[str]:
-        return ["--device", self.device, "--set", f"data.root={self.data}"]
+        device = ["--device", self.device] if self.device != "auto" else []
+        return [*device, "--set", f"data.root={self.data}"]
 
     def _fastest_precision(self) -> str:
         """bf16 or fp32 on a CPU, whichever did three steps faster; on a GPU, what `auto` chooses."""

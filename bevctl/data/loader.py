@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,34 +28,35 @@ Index = tuple[int, int]
 """(epoch, position in the data set)"""
 
 
+@dataclass(frozen=True, eq=False)
 class EpochSampler(Sampler[list[Index]]):
     """Batches of (epoch, index) for one rank; every rank gets the same number of batches.
 
     Training (`shuffle`) goes through a permutation that depends on (seed, epoch) alone; consecutive samples go to
     consecutive ranks. A last short batch is dropped with `drop_last`, else filled from the start of the order, and a
     data set smaller than one batch is repeated to fill it. Evaluation keeps the order and never repeats a sample, so
-    that its last batches may be short or empty.
+    that its last batches may be short or empty. `start_batch` skips the batches that were seen before a stop.
     """
 
-    def __init__(
-        self,
-        length: int,
-        batch: int,
-        *,
-        epoch: int = 0,
-        seed: int = 0,
-        rank: int = 0,
-        world: int = 1,
-        start_batch: int = 0,
-        shuffle: bool = True,
-        drop_last: bool = True,
-    ) -> None:
-        if length < 1 or batch < 1 or not 0 <= rank < world or start_batch < 0:
-            raise ValueError(f"impossible {length=}, {batch=}, {rank=}, {world=}, {start_batch=}")
-        self.length, self.batch, self.rank, self.world = length, batch, rank, world
-        self.epoch, self.seed, self.start_batch, self.shuffle = epoch, seed, start_batch, shuffle
-        whole = length / (batch * world)
-        self.batches = max(1, math.floor(whole) if drop_last else math.ceil(whole))
+    length: int
+    batch: int
+    epoch: int = 0
+    seed: int = 0
+    rank: int = 0
+    world: int = 1
+    start_batch: int = 0
+    shuffle: bool = True
+    drop_last: bool = True
+
+    def __post_init__(self) -> None:
+        if self.length < 1 or self.batch < 1 or not 0 <= self.rank < self.world or self.start_batch < 0:
+            raise ValueError(f"impossible {self}")
+
+    @property
+    def batches(self) -> int:
+        """Batches of the whole epoch."""
+        whole = self.length / (self.batch * self.world)
+        return max(1, math.floor(whole) if self.drop_last else math.ceil(whole))
 
     def __len__(self) -> int:
         return max(0, self.batches - self.start_batch)
@@ -73,34 +75,12 @@ class EpochSampler(Sampler[list[Index]]):
 
 
 def make_loader(
-    dataset: NuScenesDataset,
-    *,
-    batch: int,
-    workers: int,
-    epoch: int,
-    seed: int,
-    rank: int = 0,
-    world: int = 1,
-    start_batch: int = 0,
-    shuffle: bool,
-    drop_last: bool,
-    pin: bool = False,
+    dataset: NuScenesDataset, sampler: EpochSampler, *, workers: int, pin: bool = False
 ) -> DataLoader[Item]:
-    """Batches of one epoch for one rank, from `start_batch` on (see `EpochSampler`).
+    """The batches that `sampler` names, in its order.
 
-    The batches are the same for any number of `workers`, and torch's global random state is left alone.
+    They are the same for any number of `workers`, and torch's global random state is left alone.
     """
-    sampler = EpochSampler(
-        len(dataset),
-        batch,
-        epoch=epoch,
-        seed=seed,
-        rank=rank,
-        world=world,
-        start_batch=start_batch,
-        shuffle=shuffle,
-        drop_last=drop_last,
-    )
     return _Loader(
         dataset,  # type: ignore[arg-type]  # any object with __getitem__ and __len__ will do
         batch_sampler=sampler,
@@ -108,7 +88,7 @@ def make_loader(
         collate_fn=collate,
         pin_memory=pin,
         worker_init_fn=_start_worker,
-        generator=torch.Generator().manual_seed(seed),
+        generator=torch.Generator().manual_seed(sampler.seed),
         prefetch_factor=2 if workers else None,
     )
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,35 +35,22 @@ class Cadence:
     max_iters: int | None
 
 
+@dataclass
 class RunJournal:
     """The journal of one process; only rank 0 has a `writer` and speaks of what all ranks share."""
 
-    def __init__(
-        self,
-        console: Console,
-        world: World,
-        writer: RunWriter | None,
-        shelf: Shelf,
-        state: TrainState,
-        precision: Precision,
-        iters_per_epoch: int,
-        cadence: Cadence,
-        meta: Mapping[str, Any],
-        evaluate: Evaluate,
-        last_checkpoint: Path | None = None,
-    ) -> None:
-        self.console = console
-        self.world = world
-        self.writer = writer
-        self.shelf = shelf
-        self.state = state
-        self.precision = precision
-        self.iters_per_epoch = iters_per_epoch
-        self.cadence = cadence
-        self.meta = meta
-        self.evaluate = evaluate
-        self.last_checkpoint = last_checkpoint
-        self._bar: tuple[contextlib.ExitStack, Progress] | None = None
+    console: Console
+    world: World
+    writer: RunWriter | None
+    shelf: Shelf
+    state: TrainState
+    precision: Precision
+    iters_per_epoch: int
+    cadence: Cadence
+    meta: Mapping[str, Any]
+    evaluate: Evaluate
+    last_checkpoint: Path | None = None
+    _bar: tuple[contextlib.ExitStack, Progress] | None = field(default=None, init=False)
 
     def event(self, kind: str, message: str, **data: Any) -> None:
         """Notes something that happened once, in the files and on the console."""

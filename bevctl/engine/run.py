@@ -21,7 +21,7 @@ from bevctl.batch import Batch
 from bevctl.config.load import to_dict, to_yaml
 from bevctl.config.schema import Config
 from bevctl.console import Console
-from bevctl.data.loader import make_loader
+from bevctl.data.loader import EpochSampler, make_loader
 from bevctl.data.nuscenes import NuScenesDataset
 from bevctl.engine.checkpoint import FORMAT, Checkpoint, Shelf, load_state, read_checkpoint
 from bevctl.engine.dist import World, broadcast_buffers, on_main, process_group, select_device
@@ -87,19 +87,16 @@ class Parts:
 def training_loader(
     config: Config, dataset: NuScenesDataset, world: World, epoch: int, start_batch: int, pin: bool
 ) -> Any:
-    return make_loader(
-        dataset,
-        batch=config.train.batch,
-        workers=config.train.workers,
+    sampler = EpochSampler(
+        len(dataset),
+        config.train.batch,
         epoch=epoch,
         seed=config.seed,
         rank=world.rank,
         world=world.size,
         start_batch=start_batch,
-        shuffle=True,
-        drop_last=True,
-        pin=pin,
     )
+    return make_loader(dataset, sampler, workers=config.train.workers, pin=pin)
 
 
 def build_parts(config: Config, world: World, device: torch.device) -> Parts:

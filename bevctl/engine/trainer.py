@@ -53,49 +53,35 @@ class Journal(Protocol):
     def epoch_done(self, epoch: int) -> None: ...
 
 
+@dataclass
 class Trainer:
-    """Runs attempted optimizer steps from `iteration` to `plan.stop_at`.
+    """Runs attempted optimizer steps from `iteration` to `plan.stop_at`."""
 
-    Args:
-        state: model, optimizer, scaler and average; `network` is the model, or DDP around it.
-        loader_for: (epoch index, first batch) -> this rank's batches of the rest of the epoch.
-        journal: records, checkpoints, evaluation.
-    """
+    state: TrainState
+    """Model, optimizer, scaler and average."""
+    network: nn.Module
+    """The model, or DDP around it."""
+    schedule: Schedule
+    precision: Precision
+    plan: Plan
+    world: World
+    device: torch.device
+    loader_for: Callable[[int, int], Iterable[Batch]]
+    """(epoch index, first batch) -> this rank's batches of the rest of the epoch."""
+    recorder: Recorder
+    journal: Journal
+    """Records, checkpoints, evaluation."""
+    stop: StopRequest
+    iteration: int = 0
 
-    def __init__(
-        self,
-        state: TrainState,
-        network: nn.Module,
-        schedule: Schedule,
-        precision: Precision,
-        plan: Plan,
-        world: World,
-        device: torch.device,
-        loader_for: Callable[[int, int], Iterable[Batch]],
-        recorder: Recorder,
-        journal: Journal,
-        stop: StopRequest,
-        iteration: int = 0,
-    ) -> None:
-        self.state = state
-        self.network = network
-        self.schedule = schedule
-        self.precision = precision
-        self.plan = plan
-        self.world = world
-        self.device = device
-        self.loader_for = loader_for
-        self.recorder = recorder
-        self.journal = journal
-        self.stop = stop
-        self.iteration = iteration
-        self.parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
-        self.statistics = StatisticsGuard(state.model)
-        self.guard = NonfiniteGuard(state.scaler.dynamic)
+    def __post_init__(self) -> None:
+        self.parameters = [p for group in self.state.optimizer.param_groups for p in group["params"]]
+        self.statistics = StatisticsGuard(self.state.model)
+        self.guard = NonfiniteGuard(self.state.scaler.dynamic)
         self._bad_samples = 0
         self._problems: list[str] = []
         self._measured = False
-        self._saved_at = iteration or None  # a resumed run has its checkpoint; a new one has none yet
+        self._saved_at = self.iteration or None  # a resumed run has its checkpoint; a new one has none yet
 
     def fit(self) -> ExitCode:
         """Trains to the end of the plan.

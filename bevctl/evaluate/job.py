@@ -12,7 +12,7 @@ from torch import nn
 from bevctl.config.schema import Config
 from bevctl.console import Console
 from bevctl.data.index import SampleInfo
-from bevctl.data.loader import make_loader
+from bevctl.data.loader import EpochSampler, make_loader
 from bevctl.data.nuscenes import NuScenesDataset
 from bevctl.engine.checkpoint import load_state, read_checkpoint
 from bevctl.engine.dist import World, process_group, select_device
@@ -68,18 +68,10 @@ def evaluate_split(
     Every rank calls it, inside the process group; each takes its share of the samples.
     """
     config = dataset.config
-    loader = make_loader(
-        dataset,
-        batch=config.train.batch,
-        workers=config.train.workers,
-        epoch=0,
-        seed=config.seed,
-        rank=world.rank,
-        world=world.size,
-        shuffle=False,
-        drop_last=False,
-        pin=device.type == "cuda",
+    sampler = EpochSampler(
+        len(dataset), config.train.batch, rank=world.rank, world=world.size, shuffle=False, drop_last=False
     )
+    loader = make_loader(dataset, sampler, workers=config.train.workers, pin=device.type == "cuda")
     with console.progress(len(dataset) // world.size, "evaluating") as progress:
         return evaluate_model(
             model,
@@ -88,8 +80,7 @@ def evaluate_split(
             config,
             device=device,
             autocast=precision.autocast,
-            rank=world.rank,
-            world=world.size,
+            ranks=world,
             progress=progress if world.is_main else None,
             keep_maps=keep_maps,
         )

@@ -93,27 +93,25 @@ def evaluate_model(
     *,
     device: torch.device | str,
     autocast: Callable[[], AbstractContextManager[Any]],
-    rank: int = 0,
-    world: int = 1,
+    ranks: World = World(),
     progress: Progress | None = None,
     keep_maps: Collection[str] = (),
 ) -> Evaluation:
     """Predict every sample of `loader` and score the union of all ranks.
 
     `model` is the bare model (not its DDP wrapper); its modules' training flags are as before afterwards. Loaders of
-    the `world` ranks don't overlap and need the default process group when there are several. Every rank returns the
+    the ranks don't overlap and need the default process group when there are several. Every rank returns the
     same metrics; rank 0 computes those of detection. `keep_maps` names the samples whose map stays in `results`.
 
-    Raises BevctlError (RUN_FAILED) when no sample, or fewer than `data.max_bad_samples` allows, could be read.
+    Raises BevctlError (RUN_FAILED) when no sample could be read, or more than `data.max_bad_samples` could not.
     """
     counts = MapCounts(len(config.data.map_classes), device)
     with _evaluation_mode(model), torch.no_grad():  # not inference_mode: what a model caches must stay trainable
         results, problems = _predict(model, loader, device, autocast, counts, progress, keep_maps)
-    ranks = World(rank, world)
     parts = gather(ranks, (results, problems))
     results = {token: result for part, _ in parts for token, result in part.items()}
     problems = [problem for _, said in parts for problem in said]
-    if world > 1:
+    if ranks.size > 1:
         counts.all_reduce()
     _check_readable(len(infos.samples), results, problems, config.data.max_bad_samples)
     detection, recall, notes = None, None, [f"left out: {problem}" for problem in problems]

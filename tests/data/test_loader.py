@@ -135,13 +135,9 @@ def config(tmp_path: Path, jpeg: bytes) -> Config:
     return write_set(tmp_path, jpeg, count=7)
 
 
-def _load(config: Config, workers: int, **changes: int) -> list[Batch]:
-    loader = make_loader(
-        NuScenesDataset(config, "train"),
-        **{"batch": 2, "workers": workers, "epoch": 1, "seed": 0, **changes},  # type: ignore[arg-type]
-        shuffle=True,
-        drop_last=True,
-    )
+def _load(config: Config, workers: int, start_batch: int = 0) -> list[Batch]:
+    dataset = NuScenesDataset(config, "train")
+    loader = make_loader(dataset, EpochSampler(len(dataset), 2, epoch=1, start_batch=start_batch), workers=workers)
     batches: list[Batch] = list(loader)
     assert len(batches) == len(loader)
     return batches
@@ -169,11 +165,11 @@ PARENT = """
 import sys, time
 from pathlib import Path
 from tests.data.sets import config_for
-from bevctl.data.loader import make_loader
+from bevctl.data.loader import EpochSampler, make_loader
 from bevctl.data.nuscenes import NuScenesDataset
 
 dataset = NuScenesDataset(config_for(Path(sys.argv[1]), "infos.pkl"), "train")
-batches = iter(make_loader(dataset, batch=1, workers=2, epoch=0, seed=0, shuffle=True, drop_last=True))
+batches = iter(make_loader(dataset, EpochSampler(len(dataset), 1), workers=2))
 print(*[worker.pid for worker in batches._workers], flush=True)
 sys.stdin.readline()
 print(len(list(batches)), flush=True)

@@ -14,6 +14,7 @@ from torch import distributed, multiprocessing, nn
 from bevctl.batch import Batch, Predictions
 from bevctl.config.schema import Config, MapHeadConfig
 from bevctl.data.index import InfoFile, SampleInfo
+from bevctl.engine.dist import World
 from bevctl.errors import BevctlError, ExitCode
 from bevctl.evaluate.run import Evaluation, evaluate_model
 from tests.evaluate import scenes
@@ -204,7 +205,7 @@ def _rank_main(rank: int, rendezvous: str, queue: multiprocessing.SimpleQueue) -
     keyframes = scenes.samples()
     batches = [batch_of(keyframes[rank::2], bev_map=rank == 0)]
     model = Oracle(keyframes, with_map=True)
-    result = evaluate(model, batches, scenes.info_file(keyframes), MAP_CONFIG, rank=rank, world=2)
+    result = evaluate(model, batches, scenes.info_file(keyframes), MAP_CONFIG, ranks=World(rank, 2))
     queue.put((rank, result.metrics(), result.samples))
     distributed.destroy_process_group()
 
