@@ -186,10 +186,9 @@ def test_a_program_that_only_watches_the_gpu_is_no_holder(tmp_path: Path) -> Non
         assert holders([gpu()], fake_proc(tmp_path / "proc", {pid: 0}, cuda=False)) == []
 
 
-def test_open_device_files_are_read_from_the_real_proc() -> None:
-    opened = gpu_openers()
-    assert os.getpid() in opened
-    assert opened[os.getpid()] == set()
+def test_open_device_files_are_read_from_the_real_proc(tmp_path: Path) -> None:
+    with child(str(script(tmp_path))) as pid:
+        assert gpu_openers()[pid] == set()
 
 
 @pytest.mark.parametrize(
