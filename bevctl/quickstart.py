@@ -22,6 +22,8 @@ FIRST_PART_ITERS = 40
 """Where the run is stopped once, to be resumed from its checkpoint."""
 LOSS_WINDOW = 10
 """Steps at either end of the run whose losses are averaged."""
+JUDGED = (ExitCode.OK, ExitCode.UNKNOWN)
+"""Exit codes of a command that judges: something it could not look at is no reason to stop."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,12 @@ class Quickstart:
         self._call("data", "synth", str(self.data))
         precision = self._fastest_precision()
         train = ["train", "tiny", f"--{precision}", "--work-dir", str(self.run_dir), *self._common()]
+        self._call("preflight", "tiny", f"--{precision}", "--work-dir", str(self.run_dir), *self._common(), fine=JUDGED)
         self._call(*train, "--max-iters", "0")
         untrained = self._evaluate("iter_0.pth", precision)
         self._call(*train, "--resume", "auto", "--max-iters", str(FIRST_PART_ITERS))
         self._call(*train, "--resume", f"iter_{FIRST_PART_ITERS}.pth")
+        self._call("monitor", str(self.run_dir), "--once", fine=(*JUDGED, ExitCode.FINDINGS))
         trained = self._evaluate("latest", precision, "--show", str(self.pictures))
         losses = list(_losses(self.run_dir / "log.jsonl"))
         return Summary(
@@ -115,8 +119,11 @@ class Quickstart:
         )
         return float(json.loads(out)["detection"]["mAP"])
 
-    def _call(self, *arguments: str, capture: bool = False) -> str:
-        """Run one bevctl command; its stderr goes through, its stdout is returned or goes to ours."""
+    def _call(self, *arguments: str, capture: bool = False, fine: tuple[int, ...] = (ExitCode.OK,)) -> str:
+        """Run one bevctl command; its stdout is returned if captured, all else goes to our stderr.
+
+        Raises BevctlError for an exit code that is not `fine`.
+        """
         command = shlex.join(["bevctl", *arguments])
         self.console.info(f"\n$ {command}")
         started = time.monotonic()
@@ -127,7 +134,7 @@ class Quickstart:
             check=False,
         )
         self.steps.append(Step(command, process.returncode, time.monotonic() - started))
-        if process.returncode != 0:
+        if process.returncode not in fine:
             raise BevctlError(
                 f"`{command}` ended with exit code {process.returncode}.",
                 "Its own message stands above; the command can be repeated by hand.",

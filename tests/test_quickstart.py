@@ -24,12 +24,13 @@ class FakeCommands:
     def __init__(self, fail_on: str = "") -> None:
         self.calls: list[list[str]] = []
         self.fail_on = fail_on
+        self.failure = 4
 
     def __call__(self, command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         arguments = command[3:]
         self.calls.append(arguments)
         if self.fail_on and self.fail_on in arguments:
-            return subprocess.CompletedProcess(command, 4, "")
+            return subprocess.CompletedProcess(command, self.failure, "")
         if arguments[0] == "train":
             self._train(Path(arguments[arguments.index("--work-dir") + 1]))
         score = 0.25 if "--show" in arguments else 0.0
@@ -59,14 +60,16 @@ def test_trains_in_two_parts_and_evaluates_before_and_after(
 ) -> None:
     fake = commands()
     summary = Quickstart(tmp_path, "cpu", Console(quiet=True)).run()
-    assert [call[0] for call in fake.calls] == ["data", "train", "eval", "train", "train", "eval"]
-    assert "--resume" not in fake.calls[1]
-    assert fake.calls[3][-4:] == ["--resume", "auto", "--max-iters", "40"]
-    assert fake.calls[4][-2:] == ["--resume", "iter_40.pth"]
-    assert all("--bf16" in call for call in fake.calls[1:])
+    names = ["data", "preflight", "train", "eval", "train", "train", "monitor", "eval"]
+    assert [call[0] for call in fake.calls] == names
+    start, stop, rest = (call for call in fake.calls if call[0] == "train")
+    assert "--resume" not in start
+    assert stop[-4:] == ["--resume", "auto", "--max-iters", "40"]
+    assert rest[-2:] == ["--resume", "iter_40.pth"]
+    assert all("--bf16" in call for call in fake.calls if call[0] not in ("data", "monitor"))
     assert (summary.first_loss, summary.last_loss) == (10.0, 2.0)
     assert (summary.untrained_map, summary.trained_map) == (0.0, 0.25)
-    assert [step.exit for step in summary.steps] == [0] * 6
+    assert [step.exit for step in summary.steps] == [0] * 8
 
 
 def test_document_has_the_promised_fields(tmp_path: Path, commands: Callable[..., FakeCommands]) -> None:
@@ -89,4 +92,20 @@ def test_a_failing_command_is_named_and_ends_it(tmp_path: Path, commands: Callab
     with pytest.raises(BevctlError, match="--resume auto.*exit code 4") as caught:
         Quickstart(tmp_path, "cpu", Console(quiet=True)).run()
     assert caught.value.code == ExitCode.RUN_FAILED
-    assert len(fake.calls) == 4
+    assert fake.calls[-1][0] == "train"
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "goes_on"), [("preflight", 3, True), ("preflight", 1, False), ("monitor", 1, True)]
+)
+def test_what_could_not_be_checked_is_no_reason_to_stop(
+    tmp_path: Path, commands: Callable[..., FakeCommands], command: str, code: int, goes_on: bool
+) -> None:
+    fake = commands(fail_on=command)
+    fake.failure = code
+    quickstart = Quickstart(tmp_path, "cpu", Console(quiet=True))
+    if goes_on:
+        assert code in [step.exit for step in quickstart.run().steps]
+    else:
+        with pytest.raises(BevctlError, match=f"exit code {code}"):
+            quickstart.run()
