@@ -1,6 +1,6 @@
 """The quickstart's plan: which commands run, what is read from them, and what happens when one fails.
 
-The commands themselves are tested elsewhere; here a fake process stands in for each, and leaves what the real one would.
+The commands themselves are tested elsewhere; here a fake process stands in for each and leaves what the real one would.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def test_a_second_call_keeps_the_first_run(tmp_path: Path, commands: Callable[..
 
 def test_a_failing_command_is_named_and_ends_it(tmp_path: Path, commands: Callable[..., FakeCommands]) -> None:
     fake = commands(fail_on="--resume")
-    with pytest.raises(BevctlError, match="--resume auto.*exit code 4") as caught:
+    with pytest.raises(BevctlError, match=r"--resume auto.*exit code 4") as caught:
         Quickstart(tmp_path, "cpu", Console(quiet=True)).run()
     assert caught.value.code == ExitCode.RUN_FAILED
     assert fake.calls[-1][0] == "train"
