@@ -12,7 +12,7 @@ from bevctl.config import foreign_facts
 from bevctl.config.document import display
 from bevctl.errors import BevctlError
 from bevctl.finding import CheckStatus, Finding, Severity
-from bevctl.preflight.checks import CheckSpec, Context, Outcome, failed, passed, skipped, unknown, warned
+from bevctl.preflight.checks import CheckSpec, Context, Outcome, failed, passed, skipped, warned
 from bevctl.preflight.compatibility import satisfies
 from bevctl.preflight.environment import read_environment
 from bevctl.preflight.plan import is_foreign_run
@@ -176,7 +176,7 @@ def start_weights(context: Context) -> Outcome:
     if not sources:
         return skipped("the run starts from no pretrained weights")
     outcomes = [_judge_source(context, key, name) for key, name in sources]
-    order = (CheckStatus.FAIL, CheckStatus.UNKNOWN, CheckStatus.WARN, CheckStatus.PASS)
+    order = (CheckStatus.FAIL, CheckStatus.WARN, CheckStatus.PASS)
     worst = min(outcomes, key=lambda outcome: order.index(outcome.status))
     return Outcome(worst.status, "; ".join(outcome.found for outcome in outcomes), worst.fix)
 
@@ -198,7 +198,8 @@ def _judge_source(context: Context, key: str, name: str) -> Outcome:
     from bevctl.engine.checkpoint_report import inspect_checkpoint
 
     if name.startswith(_REMOTE):
-        return unknown(f"{key}: {name} is downloaded at the start", "Download it before, and give the path.")
+        fix = "Download it before and give the path: a machine without network does not start."
+        return warned(f"{key}: {name} is downloaded at the start", fix)
     report = inspect_checkpoint(Path(name))
     if report.is_broken:
         return failed(f"{key}: {report.findings[0].title}", report.findings[0].fix or "")

@@ -252,40 +252,41 @@ def check_data_packages(context: Context, environment: Environment) -> Outcome:
 
 
 CHECKS: tuple[CheckSpec, ...] = (
-    CheckSpec("SOFT001", "Python", check_python, "The program does not start."),
+    CheckSpec("SOFT001", "Python", check_python, why="a program that cannot be run, or is too old, starts nothing"),
     CheckSpec(
         "SOFT002",
         "torch version",
         check_torch_version,
-        "Mixed precision came with torch 1.6; the bundled engine uses what 2.4 has.",
+        why="mixed precision came with torch 1.6; the bundled engine uses what 2.4 has",
     ),
-    CheckSpec("SOFT003", "torch imports", check_torch_import, "Every process of the run dies at its first import."),
+    CheckSpec("SOFT003", "torch imports", check_torch_import, why="every process of the run dies at its first import"),
     CheckSpec(
         "SOFT004",
         "one mmcv",
         check_one_mmcv,
-        "The flavours share one folder: the one installed last leaves files of both, and mmcv-lite has no operators.",
         required="one of mmcv, mmcv-full, with operators",
+        why="they share one folder: two leave files of both in it, and mmcv-lite has no operators",
     ),
     CheckSpec(
         "SOFT005",
         "versions fit together",
         check_versions_fit,
-        "Packages of other versions refuse each other on import, or fail hours later in a function that is gone.",
+        why="packages of other versions refuse each other on import, or fail hours later in a function that is gone",
     ),
     CheckSpec(
         "SOFT006",
         "compiled operators import",
         check_operators_import,
-        "An operator built for another torch stops the run with an undefined symbol.",
+        why="an operator built for another torch stops the run with an undefined symbol",
         at_start=False,
     ),
     CheckSpec(
         "SOFT007",
         "operators have kernels for the GPU",
         check_kernels,
-        'The first use ends in "no kernel image is available for execution on the device".',
+        required="machine code or PTX for the card, from the CUDA version of torch",
+        why='the first use ends in "no kernel image is available for execution on the device"',
         at_start=False,
     ),
-    CheckSpec("SOFT008", "numpy and nuscenes-devkit", check_data_packages, "The first evaluation fails."),
+    CheckSpec("SOFT008", "numpy and nuscenes-devkit", check_data_packages, why="the first evaluation fails"),
 )

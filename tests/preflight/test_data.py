@@ -90,7 +90,7 @@ def test_a_broken_info_file(root: Path, of: Of, tmp_path: Path, spoil: str) -> N
     context = of(root)
     there = spoil not in ("missing", "empty", "folder")
     assert judge(context, "DATA001").status == (CheckStatus.PASS if there else CheckStatus.FAIL)
-    assert judge(context, "DATA002").status == CheckStatus.FAIL
+    assert judge(context, "DATA002").status == (CheckStatus.FAIL if there else CheckStatus.PASS)  # of the other split
     if spoil != "no samples":
         assert judge(context, "DATA003").status == judge(context, "DATA006").status == CheckStatus.SKIP
     assert not mark.exists()
@@ -102,10 +102,10 @@ def test_permission_denied(root: Path, of: Of, monkeypatch: pytest.MonkeyPatch) 
 
     context = of(root)
     monkeypatch.setattr(Path, "open", refuse)
-    for id in ("DATA001", "DATA002"):
-        outcome = judge(context, id)
-        assert outcome.status == CheckStatus.FAIL
-        assert "Permission denied" in outcome.found
+    outcome = judge(context, "DATA001")
+    assert outcome.status == CheckStatus.FAIL
+    assert "Permission denied" in outcome.found
+    assert judge(context, "DATA002").status == CheckStatus.SKIP
 
 
 def test_files_of_two_versions(root: Path, of: Of) -> None:

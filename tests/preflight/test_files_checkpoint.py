@@ -212,7 +212,7 @@ def test_weights_of_a_foreign_config(tmp_path: Path) -> None:
         return judge(legacy, "FILE009").status
 
     assert status("load_from = None") == CheckStatus.SKIP
-    assert status("load_from = 'https://download.openmmlab.com/x.pth'") == CheckStatus.UNKNOWN
+    assert status("load_from = 'https://download.openmmlab.com/x.pth'") == CheckStatus.WARN
     assert status(f"load_from = {os.fspath(tmp_path / 'gone.pth')!r}") == CheckStatus.FAIL
     save(mmcv(), tmp_path / "here.pth")
     assert status(f"load_from = {os.fspath(tmp_path / 'here.pth')!r}") == CheckStatus.PASS
