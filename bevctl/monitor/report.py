@@ -138,6 +138,11 @@ class Report:
 
 def report_on(log: RunLog, moment: Circumstances) -> Report:
     """Judges a run at one moment. Raises BevctlError for an unreadable `expect:` of its config."""
+    with np.errstate(all="ignore"):  # a log may hold any number
+        return _report(log, moment)
+
+
+def _report(log: RunLog, moment: Circumstances) -> Report:
     history = history_of(log.steps)
     progress = progress_of(log, history)
     state = state_of(log, progress, moment.now, moment.grew)

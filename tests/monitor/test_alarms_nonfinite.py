@@ -60,7 +60,7 @@ def test_frequent_overflow(share: float, flat: bool, severity: str | None) -> No
 
 def test_a_rising_share_of_overflows_is_told_before_it_is_large() -> None:
     columns = healthy(200)
-    columns["grad_norm"] = with_bad(columns["grad_norm"], 20, *range(105, 199, 6))
+    columns["grad_norm"] = with_bad(columns["grad_norm"], 20, *range(105, 199, 5))
     assert found(judge(make_log(200, columns)))["NAN003"] == "warn"
 
 

@@ -64,7 +64,8 @@ def columns_of(shape: dict[str, object]) -> dict[str, Values]:
     norms = 12 * generator.lognormal(0, 0.2, records)
     if shape["overflows"]:
         norms[generator.random(records) < 0.022 * interval / 50] = np.inf
-        norms[: max(100 // interval // 2, 1)] = np.nan
+        if shape["first"] == interval:
+            norms[: max(16 // interval, 1)] = np.nan
     times = 0.6 * generator.lognormal(0, 0.04, records)
     times[200::200] = 70.0
     if shape["fast_start"]:
@@ -96,7 +97,7 @@ def scales(start: float, records: int, generator: np.random.Generator) -> np.nda
     """A dynamic scale that is halved at first, and then doubles and halves now and then; 512 stays."""
     if start == 512:
         return np.full(records, 512.0)
-    power = np.cumsum(generator.choice([-1, 0, 1], records, p=[0.01, 0.98, 0.01])).clip(-3, 3)
+    power = np.cumsum(generator.choice([-1, 0, 1], records, p=[0.01, 0.98, 0.01])).clip(-2, 2)
     return 2.0 ** (14 + power)
 
 

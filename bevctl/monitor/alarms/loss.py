@@ -21,7 +21,7 @@ RISE = 1.3
 FLAT = 0.97
 FLAT_WINDOWS = 30
 SWING, MORE_SWING = 0.15, 4.0
-"""Relative scatter, and its growth since the first half, that are called swings."""
+"""Mean relative distance from the level, and its growth since the first half, that are called swings."""
 SMOOTH = 5
 SWING_WIDTH = 10
 """Even, so that the level of a loss that alternates lies between its two values."""
@@ -206,10 +206,9 @@ def oscillation(view: View) -> Iterator[Trouble]:
         return
     levels = _levels(values, SWING_WIDTH)
     middle = values[SWING_WIDTH // 2 :][: len(levels)]
-    swings = np.abs(middle - levels) / np.maximum(np.abs(levels), 1e-9)
-    early, late = (
-        float(np.median(part)) * 1.4826 for part in (swings[: len(swings) // 2], swings[-len(swings) // 4 :])
-    )
+    # The mean tells two scatters apart in fewer values than a median; no single value may count for more than 100 %.
+    swings = np.minimum(np.abs(middle - levels) / np.maximum(np.abs(levels), 1e-9), 1.0)
+    early, late = float(swings[: len(swings) // 2].mean()), float(swings[-len(swings) // 4 :].mean())
     if late < SWING or late < MORE_SWING * early:
         return
     first = iters[-len(swings) // 4]

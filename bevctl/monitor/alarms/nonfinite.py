@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,9 +18,11 @@ GROWTH_INTERVAL = 2000
 """Good steps after which a dynamic loss scale grows, and so may overflow once."""
 PROBES = 8
 """How many times more often than by growth alone a healthy run may overflow; windows that hold one are counted."""
-WINDOWS_IN_A_ROW, ITERATIONS_IN_A_ROW = 5, 30
-"""Non-finite records in a row that no search for a scale explains: of windows, and of single iterations."""
+RECORDS_IN_A_ROW, ITERATIONS_IN_A_ROW = 5, 60
+"""Non-finite records in a row, of so many iterations at least, that no search for a scale explains."""
 RECENT = 40
+LEAST_BAD = 5
+"""Records that may be not finite by chance whatever their share."""
 BAD_SHARE = 0.2
 """Share of records with a non-finite loss that is failure even where the last one is finite."""
 
@@ -129,6 +132,8 @@ class Overflows:
     """Records whose gradient norm is not finite while the loss is."""
 
     bad: Mask
+    settled: int
+    """How many of them are not right after a start."""
     recent: float
     """Share of them among the recent settled records."""
     early: float
@@ -146,8 +151,8 @@ class Overflows:
 
     @property
     def is_frequent(self) -> bool:
-        rising = self.late > max(3 * self.early, self.allowed / 2)
-        return self.recent > self.allowed or (rising and self.late * len(self.bad) / 2 >= 5)
+        rising = self.late > max(4 * self.early, 0.9 * self.allowed)
+        return self.settled >= LEAST_BAD and (self.recent > self.allowed or rising)
 
 
 def overflows(view: View) -> Overflows | None:
@@ -162,12 +167,13 @@ def overflows(view: View) -> Overflows | None:
     recent = settled[-RECENT:]
     return Overflows(
         bad,
+        settled=int(settled.sum()),
         recent=float(recent.mean()) if len(recent) >= 10 else 0.0,
         early=float(settled[:half].mean()) if half else 0.0,
         late=float(settled[half:].mean()) if half else 0.0,
         allowed=float(np.clip(PROBES * interval / GROWTH_INTERVAL, 0.05, BAD_SHARE)),
         in_a_row=_trailing(bad),
-        too_many_in_a_row=WINDOWS_IN_A_ROW if interval >= 10 else ITERATIONS_IN_A_ROW,
+        too_many_in_a_row=max(RECORDS_IN_A_ROW, math.ceil(ITERATIONS_IN_A_ROW / interval)),
     )
 
 

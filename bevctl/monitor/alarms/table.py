@@ -48,7 +48,8 @@ ALARMS: dict[str, Rule] = {
     ),
     "NAN004": Rule(
         nonfinite.masked,
-        "The loss is finite and the gradients of the last 5 windows (or 30 iterations) are not: no step is taken.",
+        "The loss is finite and the gradients of the last 5 records, of 60 iterations at least, are not: no step is"
+        " taken.",
     ),
     "NAN005": Rule(
         failures_of(*CAUSES["NAN005"]),
@@ -124,8 +125,7 @@ ALARMS: dict[str, Rule] = {
 
 def alarms_of(view: View) -> list[Alarm]:
     """Every alarm of a run, the worst first."""
-    with np.errstate(all="ignore"):  # a log may hold any number
-        found = [_alarm(id, trouble, view) for id, rule in ALARMS.items() for trouble in rule.find(view)]
+    found = [_alarm(id, trouble, view) for id, rule in ALARMS.items() for trouble in rule.find(view)]
     return sorted(found, key=lambda alarm: -alarm.severity.rank)
 
 
