@@ -75,7 +75,9 @@ class Collector:
         if not self._holds(record.time):
             return
         known = self.log.events
-        for earlier in known[-8:]:
+        for earlier in reversed(known[-8:]):
+            if earlier.kind in ("start", "resume") and earlier.kind != record.kind:
+                break
             if (earlier.kind, earlier.message, earlier.iter) == (record.kind, record.message, record.iter):
                 earlier.data["count"] = earlier.data.get("count", 1) + 1
                 return

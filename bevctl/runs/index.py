@@ -10,6 +10,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ _NEAR = 256 * 1024
 _CHUNK = 64 * 1024
 _LONGEST_SEARCH = 8 * 1024 * 1024
 _MOST_FILES = 300
+_HEAD = 256
 _TAIL = 64
 
 Stamp = Callable[[str], float | None]
@@ -40,8 +42,6 @@ class LogIndex:
     mtime_ns: int
     format: str = ""
     anchors: list[Anchor] = field(default_factory=list)
-    tail: str = ""
-    """Its last bytes, which tell whether a larger file is this one gone on."""
     changed: bool = False
 
     def add(self, anchor: Anchor) -> None:
@@ -96,7 +96,7 @@ def save_index(index: LogIndex) -> None:
         "anchors": index.anchors,
     }
     with contextlib.suppress(OSError, RuntimeError, UnicodeEncodeError):
-        document["tail"] = _tail(index.path, index.size)
+        document["ends"] = _ends(index.path, index.size)
         target = _place(index.path)
         _prune(target.parent)
         atomic_write_text(target, json.dumps(document))
@@ -105,12 +105,15 @@ def save_index(index: LogIndex) -> None:
 def find_window(index: LogIndex, stamp: Stamp, window: Window) -> tuple[int, int]:
     """Byte offsets, each the beginning of a line or the file's end, between which all lines of `window` stand.
 
-    Times need not rise: the part reaches from the first to the last place where the clock is inside. A clock that is
-    wrong for less than a sixty-fourth of the file may go unseen.
+    Times need not rise: the part reaches from the first to the last place where the clock is inside. Only a clock that
+    is set and put right again within a sixty-fourth of the file goes unseen.
     """
     if window.is_open or index.size <= _NEAR:
         return 0, index.size
     _spread_probes(index, stamp)
+    for earlier, later in list(pairwise(index.anchors)):
+        if later[1] < earlier[1]:
+            _find_drop(index, stamp, earlier, later)
     if not index.anchors:
         return 0, index.size
     start = 0 if window.since is None else _first(index, stamp, window.since)
@@ -128,6 +131,22 @@ def _spread_probes(index: LogIndex, stamp: Stamp) -> None:
         anchor = _probe(index, stamp, offset)
         if anchor is not None:
             index.add(anchor)
+
+
+def _find_drop(index: LogIndex, stamp: Stamp, earlier: Anchor, later: Anchor) -> None:
+    """Finds the two lines between which the clock was set back."""
+    low, high = earlier[0], later[0]
+    while high - low > 1:
+        middle = (low + high) // 2
+        anchor = _probe(index, stamp, middle)
+        if anchor is None or anchor[0] >= later[0]:
+            high = middle
+        elif anchor[1] >= earlier[1]:
+            earlier, low = anchor, anchor[0]
+        else:
+            later, high = anchor, anchor[0]
+    index.add(earlier)
+    index.add(later)
 
 
 def _first(index: LogIndex, stamp: Stamp, since: float) -> int:
@@ -195,13 +214,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _has_grown(path: Path, kept: dict[str, Any], size: int) -> bool:
     before = kept.get("size")
-    return isinstance(before, int) and 0 < before < size and _tail(path, before) == kept.get("tail")
+    return isinstance(before, int) and 0 < before < size and _ends(path, before) == kept.get("ends")
 
 
-def _tail(path: Path, size: int) -> str:
+def _ends(path: Path, size: int) -> str:
+    """A fingerprint of the first and the last bytes of a file that has `size` bytes, or had when it was shorter."""
     with path.open("rb") as file:
+        head = file.read(min(_HEAD, size))
         file.seek(max(0, size - _TAIL))
-        return file.read(min(_TAIL, size)).hex()
+        return hashlib.sha256(head + file.read(min(_TAIL, size))).hexdigest()
 
 
 def _prune(folder: Path) -> None:

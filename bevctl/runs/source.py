@@ -150,8 +150,8 @@ class _FilePart:
         if start > _HEAD:
             self._feed(0, _HEAD, log, torn=False)
         else:
-            start = 0
-        self._feed(start, end, log, torn=True)
+            start, end = 0, None if end is None else max(end, _HEAD)
+        self._feed(start, end, log, torn=end is None)
         if self._file.damage:
             log.notes.append(self._file.damage)
 

@@ -35,6 +35,7 @@ class RecordStore:
     def __init__(self) -> None:
         self._kept: list[Step] = []
         self._recent: list[Step] = []
+        self._last: Step | None = None
         self._stride = 1
         self._folded = 0
         """Records that are in the figures already."""
@@ -45,16 +46,18 @@ class RecordStore:
         """Takes a record, later than all others."""
         recent = self._recent
         recent.append(step)
+        self._last = step
         if len(recent) > KEEP:
             self._fold()
 
     def replace_last(self, last: Step, whole: Step) -> None:
         """Puts `whole` in the place of `last`, where that is the last."""
         if self._recent and self._recent[-1] is last:
-            self._recent[-1] = whole
+            self._recent[-1] = self._last = whole
 
     def drop_from(self, iteration: int) -> int:
         """Forgets the records from `iteration` on, and says how many; figures keep those that are in them already."""
+        self._last = None
         dropped = _pop_from(self._recent, iteration)
         if not self._recent:
             folded = _pop_from(self._kept, iteration) * self._stride
@@ -73,10 +76,10 @@ class RecordStore:
 
     def finish(self) -> tuple[list[StepRecord], int, dict[str, Metric], int | None]:
         """The records (thinned), how many there were, figures of each metric, and the usual distance of two."""
-        last = self._recent[-1:]
         if self._folded:
             self._fold()
-            held = self._kept + last if last and self._kept[-1:] != last else self._kept
+            last = [] if self._last is None or self._kept[-1:] == [self._last] else [self._last]
+            held = self._kept + last
         else:
             self._measure()
             held = self._recent

@@ -174,13 +174,13 @@ def test_home_made_lines(tmp_path: Path, line: str, epoch: int, iteration: int, 
 
 def test_what_home_made_lines_hold_besides(tmp_path: Path) -> None:
     lines = [
-        "Epoch: [0]  [ 10/50]  eta: 0:01:40  lr: 0.002  loss: 2.50 (2.70)  loss_cls: 1.5  grad norm: 3.5  max mem: 2048",
-        "Epoch: [0]  [ 20/50]  eta: 0:01:20  lr: 0.002  loss: 2.00 (2.50)  loss_cls: 1.0  grad norm: 3.0  max mem: 2048",
-        "Epoch: [1]  [ 10/50]  eta: 0:01:00  lr: 0.001  loss: 1.50 (1.50)  loss_cls: 0.5  grad norm: 2.0  max mem: 2048",
+        "Epoch: [0]  [ 10/50]  eta: 0:01:40  lr: 0.002  loss: 2.5 (2.7)  loss_cls: 1.5  grad norm: 3.5  max mem: 2048",
+        "Epoch: [0]  [ 20/50]  eta: 0:01:20  lr: 0.002  loss: 2.0 (2.5)  loss_cls: 1.0  grad norm: 3.0  max mem: 2048",
+        "Epoch: [1]  [ 10/50]  eta: 0:01:00  lr: 0.001  loss: 1.5 (1.5)  loss_cls: 0.5  grad norm: 2.0  max mem: 2048",
         "Val Epoch: 1 loss: 1.75 mAP: 0.25",
     ]
     log = _read(tmp_path, lines)
-    assert [(step.epoch, step.iter) for step in log.steps] == [(1, 10), (1, 20), (2, 30)]
+    assert [(step.epoch, step.iter) for step in log.steps] == [(1, 10), (1, 20), (2, 60)]
     step = log.steps[0]
     assert (step.lr, step.losses, step.memory_gib, step.grad_norm, step.eta_s) == (
         0.002,

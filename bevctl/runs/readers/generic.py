@@ -130,7 +130,7 @@ def _name(name: str) -> str:
 def _sort(parsed: Line, pairs: dict[str, float], is_validation: bool) -> None:
     """Splits what was measured in training from scores."""
     for name, value in pairs.items():
-        if name.lower() in _NO_METRICS:
+        if name.lower().rpartition(" ")[2] in _NO_METRICS:
             continue
         if is_validation or _SCORE.match(name):
             parsed.scores[name] = value
@@ -208,7 +208,7 @@ class Generic:
         epoch = (parsed.epoch if parsed.epoch is not None else log.steps[-1].epoch if log.steps else 1) + self._shift
         log.max_epochs = parsed.epochs or log.max_epochs
         if parsed.inner is not None:
-            iteration = self._epochs.total(epoch, parsed.inner)
+            iteration = self._epochs.total(epoch, parsed.inner, parsed.count)
             log.iters_per_epoch = parsed.count if parsed.epoch is not None and parsed.count else log.iters_per_epoch
         elif parsed.train or self._out.last is None:
             iteration = epoch
