@@ -35,6 +35,7 @@ _DAMAGE = (
     ImportError,
     OverflowError,
     MemoryError,
+    AssertionError,
     NotImplementedError,
 )
 """What a truncated or garbled file makes the readers raise."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -112,6 +113,7 @@ def broken_bytes() -> dict[str, bytes]:
         "legacy, cut at 60 %": _cut(old, 0.6),
         "legacy, cut at 99 %": _cut(old, 0.99),
         "legacy, first bytes": old[:10],
+        "legacy, a storage that is not there": re.sub(rb"\d{12,}", b"1" * 15, old, count=1),
         "a web page": b"<!DOCTYPE html><html><body>Not found</body></html>",
         "a git-lfs pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
         "noise": bytes((i * 37 + 11) % 256 for i in range(5000)),
