@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -276,6 +277,16 @@ class Evaluator:
             self._steps = inner._steps + 1
             if self._steps > MAX_STEPS:
                 raise CannotResolve("too much to work out")
+
+
+def parse(source: str, mode: str = "exec") -> ast.AST:
+    """The syntax tree of a text, without the warnings that Python has for it.
+
+    Raises SyntaxError, ValueError, RecursionError or MemoryError, as `ast.parse` does.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # escapes and literals of a foreign project are not our user's business
+        return ast.parse(source, mode=mode)
 
 
 def bound(target: ast.expr, value: Any) -> Iterator[tuple[str, Any]]:

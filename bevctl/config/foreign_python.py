@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bevctl.config.document import MAX_BYTES, display
-from bevctl.config.foreign_expressions import CannotResolve, Evaluator, bound
+from bevctl.config.foreign_expressions import CannotResolve, Evaluator, bound, parse
 from bevctl.config.foreign_values import Section, Unresolved, merged
 from bevctl.config.layers import Origin
 from bevctl.errors import BevctlError
@@ -89,11 +89,13 @@ def _substituted(text: str, path: Path) -> str:
 
 def _parse(text: str, where: str) -> ast.Module:
     try:
-        return ast.parse(text)
+        tree = parse(text)
     except SyntaxError as error:
         raise BevctlError(f"{where}:{error.lineno}: not valid Python: {error.msg}.", "Fix the line.") from None
     except (ValueError, RecursionError, MemoryError):
         raise BevctlError(f"{where} cannot be parsed as Python.", "Give an mmcv or mmengine config.") from None
+    assert isinstance(tree, ast.Module)
+    return tree
 
 
 class _File:

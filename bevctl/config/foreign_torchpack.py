@@ -12,7 +12,7 @@ from yaml.nodes import MappingNode, Node, SequenceNode
 
 from bevctl.config import document
 from bevctl.config.document import display
-from bevctl.config.foreign_expressions import CannotResolve, Evaluator
+from bevctl.config.foreign_expressions import CannotResolve, Evaluator, parse
 from bevctl.config.foreign_values import Section, Unresolved, merged
 from bevctl.config.layers import Origin
 from bevctl.errors import BevctlError
@@ -99,7 +99,8 @@ class _Expressions:
             return Unresolved(text, "it refers to itself")
         self._open.append(text)
         try:
-            tree = ast.parse(text[2:-1].strip(), mode="eval")
+            tree = parse(text[2:-1].strip(), "eval")
+            assert isinstance(tree, ast.Expression)
             names = _Names(self._values, self._value)
             return self._value(Evaluator(names, lambda line: Origin("file", "expression", line)).value(tree.body))
         except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from bevctl.config.foreign_expressions import parse
+
 MODEL_WORDS = ("model", "net", "network", "detector", "backbone", "head", "module", "encoder", "decoder")
 _SKIPPED_FOLDERS = ("data", "datasets", "work_dirs", "runs", "docs", "tests", "test", "demo", "node_modules", "build")
 _NOT_TRAINING = ("test", "eval", "export", "infer", "demo", "benchmark", "deploy", "onnx")
@@ -50,7 +52,7 @@ def _calls(path: Path) -> Iterator[HalfCall]:
         if not path.is_file() or path.stat().st_size > MAX_BYTES:
             return
         source = path.read_text(encoding="utf-8", errors="replace")
-        tree = ast.parse(source) if ".half(" in source else None
+        tree = parse(source) if ".half(" in source else None
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return  # what cannot be read or parsed cannot be imported by the run either
     for node in ast.walk(tree) if tree is not None else ():

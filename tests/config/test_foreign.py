@@ -187,6 +187,7 @@ def test_mmengine_bases_may_be_imported_and_deleted(tmp_path: Path) -> None:
         ("x = 'a,b'.split(',')[-1].upper()", "B"),
         ("x: int = 0x10 // 3", 5),
         ("x = '{{ fileBasenameNoExtname }}'", "config"),
+        ("x = '\\d' if 1else 0", "\\d"),  # Python warns of both
         ("x = '{{ $UNSET:fallback }}'", "fallback"),
     ],
 )
