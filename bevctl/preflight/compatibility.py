@@ -56,6 +56,7 @@ def _compare(have: Version, part: str) -> bool:
 class Problem:
     """Packages that do not run together."""
 
+    packages: tuple[str, ...]
     level: str
     """fail or warn."""
     found: str
@@ -104,7 +105,8 @@ def _unmet_needs(versions: Mapping[str, str]) -> Iterator[Problem]:
             if have is None or satisfies(have, wanted) is False:
                 found = f"{owner} with {name} {have}" if have else f"{owner} without {name}"
                 why = f"{owner} needs {name} {wanted}."
-                yield Problem("fail", found, why, f"`pip install {_requirement(name, wanted)}`", row["source"])
+                fix = f"`pip install {_requirement(name, wanted)}`"
+                yield Problem((*row["package"], name), "fail", found, why, fix, row["source"])
 
 
 def _requirement(name: str, wanted: str) -> str:
@@ -119,7 +121,7 @@ def _clashes(versions: Mapping[str, str], pkg_resources: bool) -> Iterator[Probl
         if not _matches(versions, row["packages"]) or (missing == "pkg_resources" and pkg_resources):
             continue
         found = _named(versions, row["packages"]) + (f" without {missing}" if missing else "")
-        yield Problem(row["level"], found, row["why"], row["fix"], row["source"])
+        yield Problem(tuple(row["packages"]), row["level"], found, row["why"], row["fix"], row["source"])
 
 
 def newest_capability(cuda: str) -> tuple[int, int] | None:

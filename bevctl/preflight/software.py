@@ -38,19 +38,14 @@ def _of_environment(judge: Judge) -> Callable[[Context], Outcome]:
     return check
 
 
-def _runs_bundled_engine(context: Context) -> bool:
-    """Whether the run is one of bevctl's own, in this interpreter; otherwise a project of mmdet3d's kind."""
-    return not is_foreign_run(context)
-
-
-def check_python(context: Context) -> Outcome:
+def interpreter(context: Context) -> Outcome:
     """SOFT001: the interpreter runs, and is of a version that can train."""
     try:
         environment = context.once(read_environment)
     except BevctlError as error:
         return failed(error.message, error.hint)
     found = f"Python {environment.python} ({environment.executable})"
-    if not _runs_bundled_engine(context):
+    if is_foreign_run(context):
         return passed(found, required="3.6 or newer")
     if not satisfies(environment.python, OWN_PYTHON):
         return failed(found, "Make an environment with Python 3.11 and install bevctl there.", required=OWN_PYTHON)
@@ -58,9 +53,9 @@ def check_python(context: Context) -> Outcome:
 
 
 @_of_environment
-def check_torch_version(context: Context, environment: Environment) -> Outcome:
+def torch_version(context: Context, environment: Environment) -> Outcome:
     """SOFT002: torch is installed and new enough, by its metadata."""
-    wanted = OWN_TORCH if _runs_bundled_engine(context) else AMP_TORCH
+    wanted = AMP_TORCH if is_foreign_run(context) else OWN_TORCH
     version = environment.torch.get("version") or environment.versions.get("torch")
     if version is None:
         return failed("torch is not installed", f"{environment.executable} -m pip install torch", required=wanted)
@@ -85,15 +80,24 @@ def _build(environment: Environment) -> str:
 
 
 @_of_environment
-def check_torch_import(context: Context, environment: Environment) -> Outcome:
+def torch_imports(context: Context, environment: Environment) -> Outcome:
     """SOFT003: `import torch` works."""
     if "torch" not in environment.versions:
         return skipped("torch is not installed")
     if context.python is None:
-        import torch
-
-        return passed(f"torch {torch.__version__} imports")
+        return _import_here()
     return _import_outcome(context, ["torch"])
+
+
+def _import_here() -> Outcome:
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a library that torch loads is not there
+        return failed(f"does not import: {error!s:.300}", _REINSTALL)
+    return passed(f"torch {torch.__version__} imports")
+
+
+_REINSTALL = "Install what the message names, or reinstall the package for this torch."
 
 
 def _import_outcome(context: Context, modules: list[str]) -> Outcome:
@@ -120,14 +124,14 @@ def _import_fix(broken: Mapping[str, Mapping[str, Any]]) -> str:
         )
     if "incompatible" in said:
         return "Install the versions that the message names."
-    return "Install what the message names, or reinstall the package for this torch."
+    return _REINSTALL
 
 
 @_of_environment
-def check_one_mmcv(context: Context, environment: Environment) -> Outcome:
+def one_mmcv(context: Context, environment: Environment) -> Outcome:
     """SOFT004: of mmcv, mmcv-full and mmcv-lite there is one, and it is one with operators."""
     flavours = [name for name in MMCV_FLAVOURS if name in environment.packages]
-    legacy = not _runs_bundled_engine(context)
+    level = "fail" if is_foreign_run(context) else "warn"
     if not flavours:
         return _no_mmcv(context)
     found = ", ".join(f"{name} {environment.packages[name]['version']}" for name in flavours)
@@ -135,14 +139,14 @@ def check_one_mmcv(context: Context, environment: Environment) -> Outcome:
     if len(flavours) > 1:
         keep = f"{flavours[0]}=={environment.packages[flavours[0]]['version']}"
         fix = f"{pip} uninstall -y {' '.join(flavours)}, then {pip} install {keep}: they overwrite each other's files."
-        return _at_level("fail" if legacy else "warn", found, fix)
+        return _at_level(level, found, fix)
     without_operators = flavours[0] == "mmcv-lite" or (
         flavours[0] == "mmcv" and satisfies(environment.versions["mmcv"], "<2.0.0rc1")
     )
     if without_operators and ("mmdet3d" in environment.packages or context.foreign is not None):
         full = "mmcv-full" if flavours[0] == "mmcv" else "mmcv"
         fix = f"{pip} uninstall -y {flavours[0]}, then install {full} of the same version."
-        return _at_level("fail" if legacy else "warn", f"{found}, which has no operators", fix)
+        return _at_level(level, f"{found}, which has no operators", fix)
     return passed(found)
 
 
@@ -157,40 +161,39 @@ def _at_level(level: str, found: str, fix: str) -> Outcome:
 
 
 @_of_environment
-def check_versions_fit(context: Context, environment: Environment) -> Outcome:
+def versions_fit(context: Context, environment: Environment) -> Outcome:
     """SOFT005: the versions run together, by compatibility.yaml."""
-    versions = environment.versions
-    found = problems(versions, environment.pkg_resources)
-    levels = [_level(problem, context) for problem in found]
-    installed = ", ".join(f"{name} {version}" for name, version in versions.items() if name not in MMCV_FLAVOURS[::2])
+    found = problems(environment.versions, environment.pkg_resources)
     if not found:
-        return passed(installed or "none of the packages in the table is installed")
+        installed = (f"{name} {package['version']}" for name, package in environment.packages.items())
+        return passed(", ".join(installed) or "none of the packages in the table is installed")
     said = "; ".join(f"{problem.found}: {problem.why} (source: {problem.source})" for problem in found)
     fixes = dict.fromkeys(problem.fix for problem in found)
-    return _at_level("fail" if "fail" in levels else "warn", said, "; ".join(fixes))
+    level = "fail" if any(_level(problem, context) == "fail" for problem in found) else "warn"
+    return _at_level(level, said, "; ".join(fixes))
 
 
 def _level(problem: Problem, context: Context) -> str:
     """A broken OpenMMLab stack beside the bundled engine, which does not use it, stops no run."""
-    concerns_legacy = any(problem.found.startswith(name) or f" {name} " in problem.found for name in _LEGACY)
-    return "warn" if concerns_legacy and _runs_bundled_engine(context) else problem.level
+    beside = not is_foreign_run(context) and any(name in _LEGACY for name in problem.packages)
+    return "warn" if beside else problem.level
 
 
 @_of_environment
-def check_operators_import(context: Context, environment: Environment) -> Outcome:
+def operators_import(context: Context, environment: Environment) -> Outcome:
     """SOFT006: what the OpenMMLab packages and spconv have compiled imports, each in a process of its own."""
     present = [name for name in _LEGACY if name in environment.packages]
     if not present:
         return skipped("none of mmcv, mmdet, mmdet3d, mmengine, spconv is installed")
-    if _runs_bundled_engine(context):
+    if not is_foreign_run(context):
         return skipped(f"the bundled engine uses none of {', '.join(present)}")
     return _import_outcome(context, [name for name in context.once(try_imports) if name != "torch"])
 
 
 @_of_environment
-def check_kernels(context: Context, environment: Environment) -> Outcome:
+def kernels(context: Context, environment: Environment) -> Outcome:
     """SOFT007: compiled operators hold kernels for this GPU, and were built with the CUDA of this torch."""
-    if _runs_bundled_engine(context):
+    if not is_foreign_run(context):
         return skipped("the bundled engine brings no compiled operators")
     with_kernels = {file: names for file, names in environment.kernels.items() if names}
     wheel = environment.packages.get("spconv", {}).get("cuda")
@@ -240,53 +243,53 @@ def runs_on(architectures: list[str], major: int, minor: int) -> bool:
 
 
 @_of_environment
-def check_data_packages(context: Context, environment: Environment) -> Outcome:
+def data_packages(context: Context, environment: Environment) -> Outcome:
     """SOFT008: numpy and nuscenes-devkit are there; the scores come from the devkit."""
     missing = [name for name in ("numpy", "nuscenes-devkit") if name not in environment.packages]
     found = ", ".join(f"{n} {environment.versions[n]}" for n in ("numpy", "nuscenes-devkit") if n not in missing)
     if missing:
         fix = f"{environment.executable} -m pip install {' '.join(missing)}"
-        required = _runs_bundled_engine(context) or "numpy" in missing
+        required = not is_foreign_run(context) or "numpy" in missing
         return _at_level("fail" if required else "warn", f"{' and '.join(missing)} not installed", fix)
     return passed(found)
 
 
 CHECKS: tuple[CheckSpec, ...] = (
-    CheckSpec("SOFT001", "Python", check_python, why="a program that cannot be run, or is too old, starts nothing"),
+    CheckSpec("SOFT001", "Python", interpreter, why="a program that cannot be run, or is too old, starts nothing"),
     CheckSpec(
         "SOFT002",
         "torch version",
-        check_torch_version,
+        torch_version,
         why="mixed precision came with torch 1.6; the bundled engine uses what 2.4 has",
     ),
-    CheckSpec("SOFT003", "torch imports", check_torch_import, why="every process of the run dies at its first import"),
+    CheckSpec("SOFT003", "torch imports", torch_imports, why="every process of the run dies at its first import"),
     CheckSpec(
         "SOFT004",
         "one mmcv",
-        check_one_mmcv,
+        one_mmcv,
         required="one of mmcv, mmcv-full, with operators",
         why="they share one folder: two leave files of both in it, and mmcv-lite has no operators",
     ),
     CheckSpec(
         "SOFT005",
         "versions fit together",
-        check_versions_fit,
+        versions_fit,
         why="packages of other versions refuse each other on import, or fail hours later in a function that is gone",
     ),
     CheckSpec(
         "SOFT006",
         "compiled operators import",
-        check_operators_import,
+        operators_import,
         why="an operator built for another torch stops the run with an undefined symbol",
         at_start=False,
     ),
     CheckSpec(
         "SOFT007",
         "operators have kernels for the GPU",
-        check_kernels,
+        kernels,
         required="machine code or PTX for the card, from the CUDA version of torch",
         why='the first use ends in "no kernel image is available for execution on the device"',
         at_start=False,
     ),
-    CheckSpec("SOFT008", "numpy and nuscenes-devkit", check_data_packages, why="the first evaluation fails"),
+    CheckSpec("SOFT008", "numpy and nuscenes-devkit", data_packages, why="the first evaluation fails"),
 )

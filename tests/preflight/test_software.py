@@ -143,6 +143,13 @@ def test_torch_that_does_not_import(site: Path, elsewhere: Callable[..., Context
     assert "libcudart.so.12" in outcome.found
 
 
+def test_our_own_torch_does_not_import(make_context: MakeContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    outcome = judge(make_context("device=cpu"), "SOFT003")
+    assert outcome.status == CheckStatus.FAIL
+    assert "torch" in outcome.found
+
+
 # the OpenMMLab stack
 
 
