@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from bevctl.preflight.environment import read_environment
 from bevctl.preflight.plan import is_foreign_run
 
 if TYPE_CHECKING:
-    from bevctl.engine.checkpoint import LoadReport
+    from bevctl.engine.checkpoint import Checkpoint, LoadReport
     from bevctl.engine.checkpoint_report import CheckpointReport
 
 AUTO = "auto"
@@ -33,30 +33,40 @@ class NothingToResume(Exception):
 
 
 def resumed_report(context: Context) -> CheckpointReport:
-    """What the file of --resume is worth. Raises NothingToResume."""
-    path = _resumed_path(context)
+    """What the file that the run continues from is worth. Raises NothingToResume."""
+    return context.once(_resumed)[0]
+
+
+def _resumed(context: Context) -> tuple[CheckpointReport, list[CheckpointReport]]:
+    """The report of the file that is resumed, and of those that `auto` passes over because they cannot be read."""
+    paths = _resumed_paths(context)
     from bevctl.engine.checkpoint_report import inspect_checkpoint
 
-    return inspect_checkpoint(path)
+    reports: list[CheckpointReport] = []
+    for path in paths:
+        reports.append(inspect_checkpoint(path))
+        if reports[-1].checkpoint is not None:
+            return reports[-1], reports[:-1]
+    return reports[0], []
 
 
-def _resumed_path(context: Context) -> Path:
-    """The file that --resume, or resume_from of an mmcv config, means."""
+def _resumed_paths(context: Context) -> list[Path]:
+    """The file that --resume, or resume_from of an mmcv config, means; for `auto` those of work_dir, best first."""
     name = context.resume
     if name is None:
         given = context.foreign.get("resume_from") if context.foreign is not None else None
         if not isinstance(given, str) or not given:
             raise NothingToResume("nothing is resumed")
-        return Path(given)
+        return [Path(given)]
     if name != AUTO:
         inside = context.work_dir / name
-        return inside if not os.path.lexists(name) and os.path.lexists(inside) else Path(name)
+        return [inside if not os.path.lexists(name) and os.path.lexists(inside) else Path(name)]
     from bevctl.engine.checkpoint import newest_checkpoints
 
     found = newest_checkpoints(context.work_dir) if context.work_dir.is_dir() else []
     if not found:
         raise NothingToResume(f"--resume auto: no checkpoint in {display(context.work_dir)}, the run starts afresh")
-    return found[0]
+    return found
 
 
 def _of_resumed(judge: Judge) -> Callable[[Context], Outcome]:
@@ -84,13 +94,16 @@ def _from_findings(findings: list[Finding], otherwise: str) -> Outcome:
     return Outcome(_STATUS[worst.severity], found, worst.fix or "")
 
 
-def complete(_: Context, report: CheckpointReport) -> Outcome:
+def complete(context: Context, report: CheckpointReport) -> Outcome:
     """FILE003: the file is there, whole, and its checksums are right."""
     if report.of("FILE004") and report.checkpoint is None:
         return skipped("the file was not opened, see FILE004")
-    return _from_findings(
-        report.of("FILE003"), f"{display(report.path)}: {report.size_bytes / 1e6:,.1f} MB, checksums right"
-    )
+    whole = f"{display(report.path)}: {report.size_bytes / 1e6:,.1f} MB, checksums right"
+    passed_over = context.once(_resumed)[1]
+    if passed_over:
+        said = " ".join(other.findings[0].title for other in passed_over)
+        return warned(f"{whole}; passed over: {said}", "Delete what is broken, and find out what broke it.")
+    return _from_findings(report.of("FILE003"), whole)
 
 
 def plain_data(context: Context, report: CheckpointReport) -> Outcome:
@@ -147,6 +160,8 @@ def resumable(context: Context, report: CheckpointReport) -> Outcome:
 
     assert report.checkpoint is not None
     lost = [(what, then) for what, then in lost_on_resume(report.checkpoint) if _matters(what, context)]
+    if context.config is not None and _optimizer_is_another(report.checkpoint):
+        lost.append(("optimizer state of these weights", "the file's does not match its entries, AdamW starts anew"))
     where = f"{report.layout}, epoch {report.checkpoint.epoch}, iteration {report.checkpoint.iteration}"
     if not lost:
         return passed(f"{where}: everything is there")
@@ -155,6 +170,15 @@ def resumable(context: Context, report: CheckpointReport) -> Outcome:
     return (
         passed(f"{where}; {said}") if only_order else warned(f"{where}; {said}", "Expected after a change of project.")
     )
+
+
+def _optimizer_is_another(checkpoint: Checkpoint) -> bool:
+    """Whether the optimizer's state in a file of another project cannot be assigned to the file's own weights."""
+    from bevctl.engine.resume import foreign_parameter_states
+
+    optimizer = checkpoint.content.get("optimizer")
+    has_state = isinstance(optimizer, Mapping) and bool(optimizer.get("state"))
+    return has_state and checkpoint.origin != "bevctl" and not foreign_parameter_states(checkpoint)
 
 
 def _matters(what: str, context: Context) -> bool:

@@ -88,6 +88,18 @@ def test_a_broken_file_fails_once(tmp_path: Path, name: str) -> None:
     assert statuses(context(tmp_path, str(path))) == {"FILE003": "fail"}
 
 
+def test_auto_passes_over_what_cannot_be_read(tmp_path: Path) -> None:
+    good, bad = save(own(), tmp_path / "epoch_2.pth"), tmp_path / "epoch_3.pth"
+    bad.write_bytes(broken_bytes()["cut at 60 %"])
+    os.utime(good, (1, 1))
+    outcome = judge(context(tmp_path, "auto"), "FILE003")
+    assert outcome.status == CheckStatus.WARN
+    assert "epoch_2.pth" in outcome.found
+    assert "passed over" in outcome.found
+    good.unlink()
+    assert judge(context(tmp_path, "auto"), "FILE003").status == CheckStatus.FAIL
+
+
 def test_code_fails_and_is_not_run(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     path = names_code(tmp_path / "x.pth", mark)
@@ -152,6 +164,14 @@ def test_what_a_foreign_checkpoint_loses_is_listed(tmp_path: Path) -> None:
     assert outcome.status == CheckStatus.WARN
     for words in ("no epoch", "no optimizer state", "no loss scale"):
         assert words in outcome.found
+
+
+def test_an_optimizer_of_other_parameters(tmp_path: Path) -> None:
+    content = mmcv()
+    content["optimizer"]["param_groups"][0]["params"] = [0, 1, 2]
+    outcome = judge(context(tmp_path, str(save(content, tmp_path / "x.pth"))), "FILE007")
+    assert outcome.status == CheckStatus.WARN
+    assert "no optimizer state of these weights" in outcome.found
 
 
 def test_without_fp16_no_loss_scale_is_missed(tmp_path: Path) -> None:
