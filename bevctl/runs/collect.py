@@ -114,6 +114,10 @@ class Collector:
         if sentence not in self.log.notes:
             self.log.notes.append(sentence)
 
+    def left_out(self) -> None:
+        """Notes that the last line was not read, as half of it is missing."""
+        self.note("The last line is not complete yet and was left out.")
+
     # --- order and time ----------------------------------------------------------------------------------------------
 
     def _now(self) -> float | None:

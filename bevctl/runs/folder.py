@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -58,7 +57,7 @@ def find_logs(folder: Path) -> Logs | None:
     if (folder / OWN_LOG).is_file():
         return Logs("bevctl", [folder / OWN_LOG], [])
     found: dict[str, list[Path]] = {}
-    for path in islice(_candidates(folder), _MOST_FILES):
+    for path in candidates(folder):
         try:
             name, score = (TENSORBOARD, 1.0) if is_event_file(path) else detect(sample(path))
         except OSError:
@@ -73,7 +72,7 @@ def find_logs(folder: Path) -> Logs | None:
     return Logs(best, _in_order(_once(files)), [path for path in captured if path not in files])
 
 
-def _candidates(folder: Path) -> Iterator[Path]:
+def candidates(folder: Path) -> list[Path]:
     """Files below `folder` that may be logs, those that were written to last first."""
     paths: list[tuple[float, Path]] = []
     for root, folders, names in os.walk(folder):
@@ -85,7 +84,7 @@ def _candidates(folder: Path) -> Iterator[Path]:
                 paths.append((path.stat().st_mtime, path))
         if len(paths) > _MOST_ENTRIES:
             break
-    return (path for _, path in sorted(paths, reverse=True))
+    return [path for _, path in sorted(paths, reverse=True)][:_MOST_FILES]
 
 
 def _once(files: list[Path]) -> list[Path]:

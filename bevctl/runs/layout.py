@@ -10,6 +10,8 @@ from typing import Any
 from bevctl.runs.records import StepRecord
 
 MIB_PER_GIB = 1024.0
+EXTRA_METRICS = ("device_memory_gib", "gpu_util")
+"""Metrics that a StepRecord has in `extra`."""
 
 FIELDS = {
     "loss": "loss",
@@ -35,6 +37,8 @@ FIELDS = {
     "memory": "memory_mib",
     "memory_gib": "memory_gib",
     "samples_per_s": "samples_per_s",
+    "skipped_steps": "skipped_steps",
+    "eta_s": "eta_s",
 }
 """Field of StepRecord, or `memory_mib`, by a foreign name in lower case."""
 
@@ -86,7 +90,8 @@ class Layout:
     @property
     def metrics(self) -> list[tuple[str, int, float]]:
         """Name, place and unit of every metric that figures are kept of."""
-        found = [(name, index, 1.0) for name, index in (*self._index.items(), *self._losses)]
+        known = [(name, index) for name, index in self._extra if name in EXTRA_METRICS]
+        found = [(name, index, 1.0) for name, index in (*self._index.items(), *self._losses, *known) if name != "eta_s"]
         return [("memory_gib", i, 1 / MIB_PER_GIB) if name == "memory_mib" else (name, i, u) for name, i, u in found]
 
     def iter_time_s(self, row: Row) -> float | None:
@@ -101,6 +106,8 @@ class Layout:
         for name, index in self._index.items():
             if name == "memory_mib":
                 record.memory_gib = values[index] / MIB_PER_GIB
+            elif name == "skipped_steps":
+                record.skipped_steps = int(values[index]) if math.isfinite(values[index]) else None
             else:
                 setattr(record, name, values[index])
         record.losses = {name: values[index] for name, index in self._losses}

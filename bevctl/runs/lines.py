@@ -36,11 +36,13 @@ class LineFile:
         self.path = path
         self.damage = ""
         """Why reading ended early, if it did."""
+        self.position = 0
+        """Bytes up to the end of the last whole line that was read."""
         with path.open("rb") as file:
             start = file.read(4)
         self._zipped = start.startswith(_GZIP)
         if self._zipped:
-            start = next(self._bytes(0, None), b"")[:4]
+            start = next(self._raw(0, None), b"")[:4]
         self.encoding = next((name for mark, name in _ENCODINGS if start.startswith(mark)), "utf-8")
 
     @property
@@ -53,23 +55,30 @@ class LineFile:
 
         Raises OSError as the file system does.
         """
-        decoder = codecs.getincrementaldecoder(self.encoding)(errors="replace")
-        carry = ""
-        for block in self._bytes(start, end):
-            text = carry + decoder.decode(block)
-            cut = max(text.rfind("\n"), text.rfind("\r", 0, -1)) + 1
+        carry = b""
+        self.position = start
+        for block in self._utf8(start, end):
+            data = carry + block
+            cut = max(data.rfind(b"\n"), data.rfind(b"\r", 0, -1)) + 1
+            carry = data[cut:]
+            if not cut and len(data) > _LONGEST_LINE:
+                carry, cut = b"", len(data)
+            self.position += cut
             if cut:
-                carry = text[cut:]
-                yield _split(text[:cut]), True
-            else:
-                carry = text if len(text) < _LONGEST_LINE else ""
-        carry += decoder.decode(b"", final=True)
-        if carry.endswith("\r"):
+                yield _split(data[:cut]), True
+        if carry.endswith(b"\r"):
+            self.position += len(carry)
             yield _split(carry), True
         elif carry:
-            yield _split(carry + "\n"), False
+            yield _split(carry + b"\n"), False
 
-    def _bytes(self, start: int, end: int | None) -> Iterator[bytes]:
+    def _utf8(self, start: int, end: int | None) -> Iterator[bytes]:
+        if self.encoding.startswith("utf-8"):
+            return self._raw(start, end)
+        decoder = codecs.getincrementaldecoder(self.encoding)(errors="replace")
+        return (decoder.decode(block).encode("utf-8", "replace") for block in self._raw(start, end))
+
+    def _raw(self, start: int, end: int | None) -> Iterator[bytes]:
         with self.path.open("rb") as file:
             if self._zipped:
                 yield from self._unzipped(file)
@@ -100,8 +109,9 @@ class LineFile:
             self.damage = f"{self.path.name} is cut off: it was read up to there."
 
 
-def _split(text: str) -> list[str]:
-    """The lines of `text`, which ends with a line's end."""
+def _split(data: bytes) -> list[str]:
+    """The lines of `data`, which ends with a line's end."""
+    text = data.decode("utf-8", "replace").removeprefix("\ufeff")
     if "\x1b" in text or "\x00" in text or "\x08" in text:
         text = _ESCAPES.sub("", text)
     if "\r" in text:

@@ -13,26 +13,25 @@ from pathlib import Path
 
 from bevctl.errors import BevctlError
 from bevctl.runs.collect import Collector
-from bevctl.runs.folder import OWN_EVENTS, OWN_LOG, TENSORBOARD, Logs, detect_file, find_logs
-from bevctl.runs.index import find_window, load_index, save_index
+from bevctl.runs.folder import OWN_EVENTS, OWN_LOG, TENSORBOARD, Logs, candidates, detect_file, find_logs
 from bevctl.runs.lines import LineFile
 from bevctl.runs.own import read_own_header
-from bevctl.runs.readers import READERS, Parser, Reader
+from bevctl.runs.readers import READERS
 from bevctl.runs.readers.bevctl_jsonl import BevctlLines
 from bevctl.runs.readers.clock import Clock
 from bevctl.runs.readers.events import FAILURE, settle
 from bevctl.runs.readers.tensorboard import EventFiles
-from bevctl.runs.readers.text import Place
+from bevctl.runs.reading import Reading
 from bevctl.runs.records import RunLog
 from bevctl.runs.window import Window
 
-_HEAD = 256 * 1024
-"""Bytes in which a log says what it is of."""
 _TAIL = 256 * 1024
 
 
 class Source:
     """A run's files, and how they are read. `read` may be called again and again as they grow.
+
+    A second call for the whole run reads only what was added, and gives the first call's RunLog with it.
 
     Attributes:
         path: what the user named.
@@ -45,6 +44,8 @@ class Source:
         self.files = logs.files
         self.format = logs.format
         self._captures = logs.captures
+        self._reading: Reading | None = None
+        self._names: list[Path] = []
 
     def read(self, since: float | None = None, until: float | None = None) -> RunLog:
         """The run between two Unix times; of a long log only that part is read, and its beginning for the header.
@@ -52,11 +53,11 @@ class Source:
         Raises:
             BevctlError: a file cannot be read.
         """
-        log = RunLog(self.path, self.files, self.format)
         try:
             with _without_garbage_collection():
-                return self._read(log, Window(since, until))
+                return self._read(Window(since, until))
         except OSError as error:
+            self._reading = None
             raise _unreadable(self.path, error) from error
 
     def last_time(self) -> float | None:
@@ -86,94 +87,56 @@ class Source:
     def _modified(self) -> float:
         return max(path.stat().st_mtime for path in self.files)
 
-    def _read(self, log: RunLog, window: Window) -> RunLog:
+    def _read(self, window: Window) -> RunLog:
+        self._find_new_files()
         modified = self._modified()
-        if self.format == TENSORBOARD:
-            out = Collector(log, window)
-            files = EventFiles(out)
-            for path in self.files:
-                files.read(path)
-        else:
-            reader = READERS[self.format]
-            out = Collector(log, window, timed=reader.stamp is not None)
-            clock = Clock(modified)
-            parser = reader.parser(out, clock, Place(self.files[0].name))
-            self._prepare(log, parser)
-            for path in self.files:
-                _FilePart(path, reader, parser, clock).read(window, log)
-            parser.finish()
-        out.finish(modified)
+        read = self._read_events if self.format == TENSORBOARD else self._read_lines
+        log = read(window, modified)
         for path in self._captures:
             self._add_failures(path, log, window)
         settle(log.events)
         return log
 
-    def _prepare(self, log: RunLog, parser: Parser) -> None:
+    def _find_new_files(self) -> None:
+        """A run that was resumed may have begun another file in its folder."""
+        if not self.path.is_dir() or self.format == "bevctl":
+            return
+        names, self._names = self._names, sorted(candidates(self.path))
+        if names and names != self._names and (logs := find_logs(self.path)) is not None:
+            self.format, self.files, self._captures = logs.format, logs.files, logs.captures
+
+    def _read_events(self, window: Window, modified: float) -> RunLog:
+        out = Collector(RunLog(self.path, self.files, self.format), window)
+        files = EventFiles(out)
+        for path in self.files:
+            files.read(path)
+        return out.finish(modified)
+
+    def _read_lines(self, window: Window, modified: float) -> RunLog:
+        if self._reading is None or not window.is_open or not self._reading.can_go_on(self.files):
+            self._reading = Reading(RunLog(self.path, self.files, self.format), window, modified)
+        self._read_beside(self._reading)
+        return self._reading.read(modified)
+
+    def _read_beside(self, reading: Reading) -> None:
         """Adds what lies beside bevctl's own log."""
-        folder = self.files[0].parent
+        folder, parser = self.files[0].parent, reading.parser
         if isinstance(parser, BevctlLines) and self.files[0].name == OWN_LOG:
-            read_own_header(folder, log)
+            read_own_header(folder, reading.log)
             events = folder / OWN_EVENTS
             if events.is_file():
-                parser.queue([line for block, _ in LineFile(events).blocks() for line in block], events.name)
+                blocks = LineFile(events).blocks()
+                parser.queue([line for block, whole in blocks if whole for line in block], events.name)
 
     def _add_failures(self, path: Path, log: RunLog, window: Window) -> None:
         """Takes the failures out of what a shell captured; the records there are in the logger's own file."""
         name = detect_file(path)
         if name == TENSORBOARD:
             return
-        scratch = RunLog(path, [path], name)
         modified = path.stat().st_mtime
-        out = Collector(scratch, window, timed=READERS[name].stamp is not None)
-        clock = Clock(modified)
-        parser = READERS[name].parser(out, clock, Place(path.name))
-        _FilePart(path, READERS[name], parser, clock).read(window, scratch)
-        parser.finish()
-        out.finish(modified)
+        captured = Reading(RunLog(path, [path], name), window, modified).read(modified)
         known = {event.message for event in log.events}
-        log.events += [event for event in scratch.events if event.kind == FAILURE and event.message not in known]
-
-
-class _FilePart:
-    """One file on its way into a parser."""
-
-    def __init__(self, path: Path, reader: Reader, parser: Parser, clock: Clock) -> None:
-        self._path = path
-        self._reader = reader
-        self._parser = parser
-        self._clock = clock
-        self._file = LineFile(path)
-
-    def read(self, window: Window, log: RunLog) -> None:
-        """Feeds the head of the file, then the part that the window needs."""
-        start, end = self._find(window)
-        if start > _HEAD:
-            self._feed(0, _HEAD, log, torn=False)
-        else:
-            start, end = 0, None if end is None else max(end, _HEAD)
-        self._feed(start, end, log, torn=end is None)
-        if self._file.damage:
-            log.notes.append(self._file.damage)
-
-    def _find(self, window: Window) -> tuple[int, int | None]:
-        stamp = self._reader.stamp
-        if stamp is None or window.is_open or not self._file.seekable:
-            return 0, None
-        index = load_index(self._path)
-        start, end = find_window(index, lambda line: stamp(line, self._clock), window)
-        save_index(index)
-        return start, None if end >= index.size else end
-
-    def _feed(self, start: int, end: int | None, log: RunLog, torn: bool) -> None:
-        self._parser.jump(Place(self._path.name, start))
-        number = 1
-        for lines, whole in self._file.blocks(start, end):
-            if whole:
-                self._parser.feed(lines, number)
-            elif torn:
-                self._parser.feed_torn(lines[0], number)
-            number += len(lines)
-            log.last_line = next((line for line in reversed(lines) if line.strip()), log.last_line)
+        log.events += [event for event in captured.events if event.kind == FAILURE and event.message not in known]
 
 
 @contextmanager

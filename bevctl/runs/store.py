@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
-from bevctl.runs.layout import Layout, Row
+from bevctl.runs.layout import EXTRA_METRICS, Layout, Row
 from bevctl.runs.records import StepRecord
 from bevctl.runs.statistics import Accumulator, Metric
 
@@ -24,7 +24,6 @@ _METRICS = (
     "samples_per_s",
     "skipped_steps",
 )
-_EXTRA_METRICS = ("device_memory_gib", "gpu_util")
 
 Step = StepRecord | Row
 
@@ -76,21 +75,24 @@ class RecordStore:
 
     def finish(self) -> tuple[list[StepRecord], int, dict[str, Metric], int | None]:
         """The records (thinned), how many there were, figures of each metric, and the usual distance of two."""
+        totals: dict[str, Accumulator] = {}
+        distances: Counter[int] = Counter()
         if self._folded:
             self._fold()
+            totals, distances = self._totals, self._distances
             last = [] if self._last is None or self._kept[-1:] == [self._last] else [self._last]
             held = self._kept + last
         else:
-            self._measure()
+            _measure(self._recent, totals, distances)
             held = self._recent
         count = self._folded or len(held)
         steps = [step if isinstance(step, StepRecord) else step.record() for step in held]
-        metrics = {name: total.metric(_column(steps, name)[0]) for name, total in self._totals.items()}
-        return steps, count, metrics, self._distances.most_common(1)[0][0] if self._distances else None
+        metrics = {name: total.metric(_column(steps, name)[0]) for name, total in totals.items()}
+        return steps, count, metrics, distances.most_common(1)[0][0] if distances else None
 
     def _fold(self) -> None:
         """Adds the recent records to the figures, and keeps every `stride`-th of them."""
-        self._measure()
+        _measure(self._recent, self._totals, self._distances)
         self._folded += len(self._recent)
         self._kept += self._recent[self._stride - 1 :: self._stride]
         self._recent = []
@@ -98,17 +100,19 @@ class RecordStore:
             self._kept = self._kept[1::2]
             self._stride *= 2
 
-    def _measure(self) -> None:
-        for layout, steps in groupby(self._recent, key=_layout):
-            part = list(steps)
-            iterations = [step.iter for step in part]
-            self._distances.update(map(operator.sub, iterations[1:], iterations))
-            if layout is None:
-                _fold_records(self._totals, [step for step in part if isinstance(step, StepRecord)])
-                continue
-            columns = list(zip(*[step.values for step in part if isinstance(step, Row)], strict=True))
-            for name, index, unit in layout.metrics:
-                self._totals.setdefault(name, Accumulator()).fold(columns[index], iterations, unit)
+
+def _measure(records: list[Step], totals: dict[str, Accumulator], distances: Counter[int]) -> None:
+    """Adds records to the figures of every metric, and to how often two are how far apart."""
+    for layout, steps in groupby(records, key=_layout):
+        part = list(steps)
+        iterations = [step.iter for step in part]
+        distances.update(map(operator.sub, iterations[1:], iterations))
+        if layout is None:
+            _fold_records(totals, [step for step in part if isinstance(step, StepRecord)])
+            continue
+        columns = list(zip(*[step.values for step in part if isinstance(step, Row)], strict=True))
+        for name, index, unit in layout.metrics:
+            totals.setdefault(name, Accumulator()).fold(columns[index], iterations, unit)
 
 
 def _layout(step: Step) -> Layout | None:
@@ -125,7 +129,7 @@ def _pop_from(records: list[Step], iteration: int) -> int:
 
 def _fold_records(totals: dict[str, Accumulator], records: list[StepRecord]) -> None:
     losses = dict.fromkeys(name for record in records for name in record.losses)
-    for name in (*_METRICS, *_EXTRA_METRICS, *losses):
+    for name in (*_METRICS, *EXTRA_METRICS, *losses):
         values, iterations = _column(records, name)
         if values:
             totals.setdefault(name, Accumulator()).fold(values, iterations)
@@ -135,7 +139,7 @@ def _column(records: list[StepRecord], name: str) -> tuple[list[float], list[int
     """Values of one metric where it was measured, and their iterations."""
     if name in _METRICS:
         values = [getattr(record, name) for record in records]
-    elif name in _EXTRA_METRICS:
+    elif name in EXTRA_METRICS:
         values = [record.extra.get(name) for record in records]
     else:
         values = [record.losses.get(name) for record in records]

@@ -294,3 +294,20 @@ def test_a_run_without_its_other_files(tmp_path: Path) -> None:
     log = open_source(tmp_path).read()
     assert (log.records, log.events) == (3, [])
     assert "config.yaml" in log.notes[0]
+
+
+def test_bevctls_own_run_goes_on(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path, log_interval=2)
+    writer.step(_own_step(1), 1, 4)
+    writer.event(EventRecord("start", "CPU", 1000.0))
+    source = open_source(tmp_path)
+    first = source.read()
+    assert (first.records, len(first.events)) == (1, 1)
+    writer.event(EventRecord("skipped_step", "Iteration 2 skipped", 1001.5))
+    writer.step(_own_step(2), 2, 4)
+    writer.event(EventRecord("checkpoint", "Saved", 1002.5))
+    writer.close()
+    log = source.read()
+    fresh = open_source(tmp_path).read()
+    assert (log.steps, log.events) == (fresh.steps, fresh.events)
+    assert [event.iter for event in log.events] == [None, 1, 2]

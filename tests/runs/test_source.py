@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from bevctl.errors import BevctlError, ExitCode
+from bevctl.runs import store
+from bevctl.runs.lines import LineFile
 from bevctl.runs.source import newest_run, open_source
 from tests.runs.logs import mmcv_line, mmcv_lines, mmcv_message, write
 
@@ -68,12 +71,67 @@ def test_other_files_in_a_folder_are_left_alone(tmp_path: Path) -> None:
     assert ([path.name for path in log.files], log.records) == (["train.log"], 2)
 
 
-def test_a_log_is_read_again_as_it_grows(tmp_path: Path) -> None:
-    lines = mmcv_lines(4)
-    source = open_source(write(tmp_path / "train.log", lines[:2]))
-    assert source.read().records == 2
-    write(tmp_path / "train.log", lines)
-    assert source.read().records == 4
+def test_what_is_added_is_read_and_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    crash = ["Traceback (most recent call last):", "RuntimeError: CUDA out of memory."]
+    text = "".join(line + "\n" for line in [*mmcv_lines(30), *crash, *mmcv_lines(40)[30:]])
+    path = tmp_path / "train.log"
+    path.write_text(text[:100])
+    source = open_source(path)
+    source.read()
+    read: list[int] = []
+    original = LineFile._raw
+
+    def counted(self: LineFile, start: int, end: int | None) -> Iterator[bytes]:
+        for block in original(self, start, end):
+            read.append(len(block))
+            yield block
+
+    monkeypatch.setattr(LineFile, "_raw", counted)
+    for end in (*range(100, len(text), 777), len(text)):
+        path.write_text(text[:end])
+        grown = source.read()
+        fresh = open_source(path).read()
+        assert (grown.steps, grown.events, grown.metrics) == (fresh.steps, fresh.events, fresh.metrics)
+        assert (grown.records, grown.unknown_lines, grown.last_line) == (
+            fresh.records,
+            fresh.unknown_lines,
+            fresh.last_line,
+        )
+    assert fresh.records == 40
+    before = sum(read)
+    source.read()
+    assert sum(read) == before, "nothing was added"
+
+
+def test_a_log_that_starts_anew_is_read_anew(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.log", mmcv_lines(8))
+    source = open_source(path)
+    assert source.read().records == 8
+    write(path, mmcv_lines(3))
+    assert source.read().records == 3
+    path.unlink()
+    write(path, mmcv_lines(9))
+    assert source.read().records == 9
+
+
+def test_a_resumed_run_begins_another_file(tmp_path: Path) -> None:
+    write(tmp_path / "20260203_040506.log", mmcv_lines(8))
+    source = open_source(tmp_path)
+    assert source.read().records == 8
+    write(tmp_path / "20260203_090000.log", [mmcv_line(2, 50, seconds=9000)])
+    assert source.read().records == 9
+    write(tmp_path / "20260203_090000.log", [mmcv_line(2, inner, seconds=9000 + inner) for inner in (50, 100)])
+    assert source.read().records == 10
+
+
+def test_a_thinned_log_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "KEEP", 10)
+    source = open_source(write(tmp_path / "train.log", mmcv_lines(1)))
+    for count in (1, 5, 12, 13, 40, 100):
+        write(tmp_path / "train.log", mmcv_lines(count))
+        log = source.read()
+        assert (log.records, log.metrics["loss"].count, log.metrics["loss"].max) == (count, count, count)
+        assert log.steps[-1].loss == count
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b"\x00\x01\x02", b"\x1f\x8b", b"\xff\xfe", b"PK\x03\x04"])

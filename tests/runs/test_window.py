@@ -123,14 +123,14 @@ def test_only_a_part_of_a_long_log_is_read(long_log: Path, monkeypatch: pytest.M
     from bevctl.runs.lines import LineFile
 
     read: list[int] = []
-    original = LineFile._bytes
+    original = LineFile._raw
 
     def counted(self: LineFile, start: int, end: int | None) -> Iterator[bytes]:
         for block in original(self, start, end):
             read.append(len(block))
             yield block
 
-    monkeypatch.setattr(LineFile, "_bytes", counted)
+    monkeypatch.setattr(LineFile, "_raw", counted)
     source = open_source(long_log)
     source.read(since=START.timestamp() + 20.0 * COUNT - 3600)
     assert sum(read) < 0.5 * long_log.stat().st_size

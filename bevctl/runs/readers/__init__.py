@@ -29,8 +29,11 @@ class Parser(Protocol):
     def feed(self, lines: list[str], number: int) -> None:
         """Takes whole lines without their ends; `number` (1-based) is the first one's."""
 
-    def feed_torn(self, line: str, number: int) -> None:
-        """Takes the last line of a file, which has no end and may be half of one."""
+    def feed_torn(self, line: str, number: int) -> bool:
+        """Takes the last line of a file, which has no end and may be half of one.
+
+        Returns whether something was told of it that would be told again when it is whole.
+        """
 
     def jump(self, place: Place) -> None:
         """The next line is not the one after the last: another file, or another part of it."""

@@ -7,17 +7,21 @@ from dataclasses import fields
 from typing import Any
 
 from bevctl.runs.collect import Collector
+from bevctl.runs.layout import LayoutCache, Row
 from bevctl.runs.readers.clock import Clock
 from bevctl.runs.readers.events import FAILURE, describe
-from bevctl.runs.readers.json_lines import decode_object, other_line, torn_line
+from bevctl.runs.readers.json_lines import decode_object, other_line
 from bevctl.runs.readers.names import scores
 from bevctl.runs.readers.text import Place, TextLog
 from bevctl.runs.records import EventRecord, StepRecord
 
 _FIELDS = frozenset(field.name for field in fields(StepRecord))
 _FLOATS = _FIELDS - {"epoch", "iter", "mode", "losses", "extra", "skipped_steps"}
+_NO_METRICS = frozenset(("epoch", "iter", "time", "mode", "losses", "extra"))
 _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _SUFFIX = "_nonfinite"
+_LATEST = 1e11
+"""No Unix time is later."""
 
 
 def stamp(line: str, clock: Clock) -> float | None:  # noqa: ARG001 - the line has Unix time
@@ -40,12 +44,18 @@ class BevctlLines:
     def __init__(self, out: Collector, clock: Clock, place: Place) -> None:  # noqa: ARG002 - lines have Unix time
         self._out = out
         self._text = TextLog(out, place)
+        self._layouts = LayoutCache()
         self._queue: list[tuple[float, dict[str, Any], str]] = []
+        self._queued = 0
         self._next = math.inf
 
     def queue(self, lines: list[str], file: str) -> None:
-        """Takes the lines of events.jsonl, which are told between the iterations where they belong."""
-        for number, line in enumerate(lines, 1):
+        """Takes the lines of events.jsonl, which are told between the iterations where they belong.
+
+        When called again, `lines` are those of before and what was added.
+        """
+        queued, self._queued = self._queued, len(lines)
+        for number, line in enumerate(lines[queued:], queued + 1):
             item = decode_object(line)
             time = item.get("time") if item is not None else None
             if item is not None and isinstance(time, (int, float)) and math.isfinite(time):
@@ -72,10 +82,12 @@ class BevctlLines:
                 other_line(self._text, line, number)
             number += 1
 
-    def feed_torn(self, line: str, number: int) -> None:
+    def feed_torn(self, line: str, number: int) -> bool:
         item = decode_object(line)
         if item is None or not self._item(item, number):
-            torn_line(self._out)
+            self._out.left_out()
+            return False
+        return True
 
     def finish(self) -> None:
         self._tell_until(math.inf)
@@ -83,14 +95,32 @@ class BevctlLines:
     def _item(self, item: dict[str, Any], number: int) -> bool:
         if "kind" in item:
             return self._event(item, self._text.place.line(number))
-        record = step_of(item)
-        if record is None:
+        step = self._row(item) or step_of(item)
+        if step is None:
             return False
-        if record.time is not None and record.time >= self._next:
-            self._tell_until(record.time)
-        self._out.time = record.time
-        self._out.step(record)
+        time = step.time
+        if time is not None and time >= self._next:
+            self._tell_until(time)
+        self._out.time = time
+        self._out.step(step)
         return True
+
+    def _row(self, item: dict[str, Any]) -> Row | None:
+        """The record of a line whose numbers are all finite, which nearly all are."""
+        losses, extra = item.get("losses", {}), item.get("extra", {})
+        if type(losses) is not dict or type(extra) is not dict:
+            return None
+        flat = {name: value for name, value in item.items() if name not in _NO_METRICS} | losses | extra
+        epoch, iteration, time = item.get("epoch"), item.get("iter"), item.get("time")
+        if type(epoch) is not int or type(iteration) is not int:
+            return None
+        if not isinstance(time, (float, int)) or not 0 < time < _LATEST:
+            return None
+        try:
+            values = list(map(float, flat.values()))
+        except (TypeError, ValueError, OverflowError):
+            return None
+        return Row(self._layouts.of(list(flat)), values, epoch, iteration, time)
 
     def _event(self, item: dict[str, Any], where: str) -> bool:
         item = restored(item)

@@ -191,12 +191,13 @@ class Generic:
                 self._take(parsed)
             number += 1
 
-    def feed_torn(self, line: str, number: int) -> None:
+    def feed_torn(self, line: str, number: int) -> bool:
         """A home-made line has no known length: half of one is only told by a number that may go on."""
         if line[-1:].isdigit() and parse_line(line) is not None and self._out.last is not None:
-            self._out.note("The last line is not complete yet and was left out.")
-        else:
-            self.feed([line], number)
+            self._out.left_out()
+            return False
+        self.feed([line], number)
+        return True
 
     def finish(self) -> None:
         self._text.close_dump()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from bevctl.runs.collect import Collector
-from bevctl.runs.readers.text import Place, TextLog
+from bevctl.runs.readers.text import TextLog
 
 _decode = json.JSONDecoder().decode
 
@@ -25,11 +24,3 @@ def decode_object(line: str) -> dict[str, Any] | None:
 def other_line(text: TextLog, line: str, number: int) -> None:
     """A line that is no object: a traceback, say, where a shell appended one to the log."""
     text.plain(text.without_rank(line), number)
-
-
-def torn_line(out: Collector) -> None:
-    """The last line is no whole object."""
-    out.note("The last line is not complete yet and was left out.")
-
-
-__all__ = ["Place", "decode_object", "other_line", "torn_line"]

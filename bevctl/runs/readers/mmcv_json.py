@@ -9,7 +9,7 @@ from bevctl.runs.layout import LayoutCache, Row, numbers
 from bevctl.runs.readers.clock import Clock
 from bevctl.runs.readers.epochs import Epochs
 from bevctl.runs.readers.header import limits_of, parse_env, set_config
-from bevctl.runs.readers.json_lines import decode_object, other_line, torn_line
+from bevctl.runs.readers.json_lines import decode_object, other_line
 from bevctl.runs.readers.names import scores
 from bevctl.runs.readers.text import Place, TextLog
 
@@ -42,12 +42,12 @@ class MmcvJson:
                 other_line(self._text, line, number)
             number += 1
 
-    def feed_torn(self, line: str, number: int) -> None:
+    def feed_torn(self, line: str, number: int) -> bool:
         item = decode_object(line)
-        if item is None:
-            torn_line(self._out)
-        else:
-            self._item(item, number)
+        if item is None or not self._item(item, number):
+            self._out.left_out()
+            return False
+        return True
 
     def finish(self) -> None:
         self._text.close_dump()

@@ -7,7 +7,7 @@ from typing import Any
 from bevctl.runs.collect import Collector
 from bevctl.runs.layout import LayoutCache, Row, numbers
 from bevctl.runs.readers.clock import Clock
-from bevctl.runs.readers.json_lines import decode_object, other_line, torn_line
+from bevctl.runs.readers.json_lines import decode_object, other_line
 from bevctl.runs.readers.names import scores
 from bevctl.runs.readers.text import Place, TextLog
 
@@ -35,10 +35,12 @@ class MmengineJson:
                 other_line(self._text, line, number)
             number += 1
 
-    def feed_torn(self, line: str, number: int) -> None:  # noqa: ARG002 - nothing here has a place
+    def feed_torn(self, line: str, number: int) -> bool:  # noqa: ARG002 - nothing here has a place
         item = decode_object(line)
         if item is None or not self._item(item):
-            torn_line(self._out)
+            self._out.left_out()
+            return False
+        return True
 
     def finish(self) -> None:
         self._text.close_dump()

@@ -55,14 +55,16 @@ class MmengineText:
                 take(row)
             number += 1
 
-    def feed_torn(self, line: str, number: int) -> None:
+    def feed_torn(self, line: str, number: int) -> bool:
         row = self._lines.torn_row(line)
+        if row is None and self._lines.begins(line):
+            self._out.left_out()
+            return False
         if row is not None:
             self._text.step(row)
-        elif self._lines.begins(line):
-            self._text.left_out()
         else:
             self._other(line, number)
+        return True
 
     def finish(self) -> None:
         self._text.close_dump()

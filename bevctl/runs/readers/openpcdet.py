@@ -68,11 +68,12 @@ class OpenPCDet:
                 self._text.plain(self._text.without_rank(line), number)
             number += 1
 
-    def feed_torn(self, line: str, number: int) -> None:
-        if line.rstrip().endswith(")") or "Train:" not in line:  # a train line ends with a number in brackets
-            self.feed([line], number)
-        else:
-            self._out.note("The last line is not complete yet and was left out.")
+    def feed_torn(self, line: str, number: int) -> bool:
+        if "Train:" in line and not line.rstrip().endswith(")"):  # a train line ends with a number in brackets
+            self._out.left_out()
+            return False
+        self.feed([line], number)
+        return True
 
     def finish(self) -> None:
         self._text.close_dump()

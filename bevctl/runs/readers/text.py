@@ -82,10 +82,6 @@ class TextLog:
         """Without the rank that mpirun, torchrun or PyTorch put in front."""
         return _RANK_PREFIX.sub("", line, count=1)
 
-    def left_out(self) -> None:
-        """The last line of the file is half a line of numbers."""
-        self.out.note("The last line is not complete yet and was left out.")
-
     # --- lines without a time ----------------------------------------------------------------------------------------
 
     def plain(self, line: str, number: int) -> None:
