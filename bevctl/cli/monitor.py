@@ -70,11 +70,11 @@ def command(
     from bevctl.monitor.report import exit_code, expected
     from bevctl.monitor.watch import Question, Watch, read_against
 
-    if once and (follow or serve):
+    if once and (follow or serve is not None):
         raise BevctlError("--once contradicts --follow and --serve.", "Leave it out.")
     ranges = expected(dict(_split(text) for text in expect))
     question = Question(since, until, from_end, ranges, read_against(against) if against else None)
-    notifier = Notifier(notify) if notify else None
+    notifier = Notifier(notify) if notify is not None else None
     watches = [Watch(path, question) for path in runs or (_newest(console),)]
 
     def look() -> list[Report]:
@@ -88,7 +88,7 @@ def command(
             _write_page(reports, page_file)
 
     with _ending_cleanly(follow or serve is not None):
-        if serve:
+        if serve is not None:
             reports = _serve(console, serve, look, tell, interval)
         elif follow:
             reports = _follow(console, look, tell, interval)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from bevctl.console import printable
 from bevctl.monitor import wording
-from bevctl.monitor.report import Report
+from bevctl.monitor.report import Report, names_of
 from bevctl.monitor.trend import ASCII_MARKS, MARKS, Curve, plot
 
 RECENT = 100
@@ -48,7 +48,9 @@ def _change(values: tuple[float | None, ...]) -> str:
     first, last = values[0], values[-1]
     if first is None or last is None:
         return "missing" if (first is None) != (last is None) else ""
-    return f"{last / first - 1:+.1%}" if first else ""
+    if not first:
+        return ""
+    return f"{last / first - 1:+.1%}" if abs(last) < 3 * abs(first) else f"x {last / first:.3g}"
 
 
 def comparison(reports: Sequence[Report], width: int, plain: bool = False) -> RenderableType:
@@ -56,15 +58,16 @@ def comparison(reports: Sequence[Report], width: int, plain: bool = False) -> Re
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("median of the last records", no_wrap=True)
     marks = ASCII_MARKS if plain else MARKS
-    for index, report in enumerate(reports):
-        table.add_column(Text(printable(f"{marks[index % len(marks)]} {report.name}")), justify="right")
+    names = names_of(reports)
+    for index, name in enumerate(names):
+        table.add_column(Text(printable(f"{marks[index % len(marks)]} {name}")), justify="right")
     table.add_column("change", justify="right")
     table.add_row("state", *(report.state.name for report in reports), "")
     table.add_row("precision", *(_half(report) for report in reports), "")
     for row in differences(reports):
-        table.add_row(row.name, *map(wording.number, row.values), row.change)
+        table.add_row(printable(row.name), *map(wording.number, row.values), row.change)
     table.add_row("alarms", *(_alarms(report) for report in reports), "")
-    curves = [Curve(report.name, *report.history.finite("loss")) for report in reports]
+    curves = [Curve(*report.history.finite("loss")) for report in reports]
     lines = plot(curves, max(width - 16, 20), 12, plain)
     return Group(table, Text("\nloss over iterations\n" + "\n".join(lines) if lines else ""))
 

@@ -15,6 +15,8 @@ WIDTH, HEIGHT = 440, 220
 LEFT, RIGHT, TOP, BOTTOM = 48, 10, 10, 24
 POINTS = 600
 """Points of a curve; more are averaged, as the page has no more pixels."""
+HUGE = 1e100
+"""Beyond this, or below one over it on a logarithmic axis, a value is not drawn."""
 COLOURS = 6
 """Colours and dash patterns that the style sheet has, `s0` to `s5`."""
 
@@ -75,12 +77,13 @@ def figure(title: str, unit: str, lines: Sequence[Line], markers: Iterable[Marke
 
 
 def _thinned(line: Line) -> Line:
+    """The curve in at most POINTS points, without values that are beyond the arithmetic of axes."""
+    y = np.where(np.abs(line.y) < HUGE, line.y, np.nan)
     if len(line.x) <= POINTS:
-        return line
+        return Line(line.name, line.x, y, line.bad)
     parts = np.array_split(np.arange(len(line.x)), POINTS)
     x = np.array([line.x[part].mean() for part in parts])
-    y = np.array([_mean(line.y[part]) for part in parts])
-    return Line(line.name, x, y, line.bad)
+    return Line(line.name, x, np.array([_mean(y[part]) for part in parts]), line.bad)
 
 
 def _mean(values: Column) -> float:
@@ -92,7 +95,7 @@ def _axes(lines: Sequence[Line], log: bool) -> _Axes:
     """Axes around the curves; a few far outliers at the top are cut off rather than flattening the rest."""
     xs = np.concatenate([np.concatenate([line.x, line.bad]) for line in lines])
     ys = np.concatenate([line.y[np.isfinite(line.y)] for line in lines])
-    log = log and bool(len(ys)) and bool((ys > 0).all())
+    log = log and bool(len(ys)) and bool((ys > 1 / HUGE).all())
     low, high = (float(ys.min()), _top(ys)) if len(ys) else (0.0, 1.0)
     if not log:
         margin = 0.05 * (high - low) or abs(high) * 0.05 or 0.5
@@ -125,22 +128,39 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def _grid(axes: _Axes) -> Iterable[str]:
-    for y in _log_ticks(axes.y_low, axes.y_high) if axes.log else ticks(axes.y_low, axes.y_high, 4):
+    ys = _log_ticks(axes.y_low, axes.y_high) if axes.log else ticks(axes.y_low, axes.y_high, 4)
+    for y, label in zip(ys, labels(ys), strict=True):
         at = axes.py(y)
         yield f'<path class="grid" d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}"/>'
-        yield f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{short(y)}</text>'
-    for x in ticks(axes.x_low, axes.x_high, 6):
-        yield f'<text x="{axes.px(x):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{short(x)}</text>'
+        yield f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{label}</text>'
+    xs = ticks(axes.x_low, axes.x_high, 6)
+    for x, label in zip(xs, labels(xs), strict=True):
+        yield f'<text x="{axes.px(x):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{label}</text>'
 
 
-def short(value: float) -> str:
-    """A number as an axis shows it: 12k, 1.5M, 2e-05."""
+def labels(values: Sequence[float]) -> list[str]:
+    """Numbers as an axis shows them, in as few digits as tell them apart: 12k, 1.5M, 2e-05."""
+    for digits in range(2, 9):
+        shown = [short(value, digits) for value in values]
+        if len(set(shown)) == len(set(values)) and digits > 2:
+            break
+    return shown
+
+
+def short(value: float, digits: int) -> str:
+    """A number in `digits` significant digits, with k or M where that is shorter."""
     size = abs(value)
-    if size >= 1e6:
-        return f"{value / 1e6:.4g}M"
-    if size >= 1e4:
-        return f"{value / 1e3:.4g}k"
-    return f"{value:.3g}" if size < 1e3 else f"{value:.0f}"
+    if 1e6 <= size < 1e12:
+        return f"{value / 1e6:.{digits}g}M"
+    if 1e4 <= size < 1e6:
+        return f"{value / 1e3:.{digits}g}k"
+    if 1e3 <= size < 1e4:
+        return f"{value:.{max(digits, 4)}g}"
+    if 0 < size < 1e-2:
+        mantissa, _, power = f"{value:.{max(digits - 1, 0)}e}".partition("e")
+        mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+        return f"{mantissa}e{int(power)}"
+    return f"{value:.{digits}g}"
 
 
 def _path(axes: _Axes, line: Line) -> str:

@@ -16,7 +16,7 @@ from bevctl.monitor.alarms.tasks import by_task
 from bevctl.monitor.compare import differences
 from bevctl.monitor.figure import COLOURS, Line, Marker, figure
 from bevctl.monitor.history import History
-from bevctl.monitor.report import Report, metrics_of
+from bevctl.monitor.report import Report, metrics_of, names_of
 from bevctl.monitor.style import STYLE
 from bevctl.monitor.view import Alarm
 
@@ -37,7 +37,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 def page(reports: Sequence[Report], refresh_s: int | None = None) -> str:
     """The page as HTML text; `refresh_s` makes a browser load it again and again."""
-    names = ", ".join(report.name for report in reports)
+    names = ", ".join(names_of(reports))
     reload = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
     body = "".join(_run(report) for report in reports) if len(reports) == 1 else _comparison(reports)
     written = datetime.datetime.fromtimestamp(reports[0].moment.now)
@@ -118,7 +118,8 @@ def _plots(reports: Sequence[Report]) -> str:
     figures = []
     for name, unit, log in PLOTS:
         several = len(reports) > 1
-        lines = [_line(report.name if several else name, report.history, name) for report in reports]
+        labels = names_of(reports) if several else [name]
+        lines = [_line(label, report.history, name) for label, report in zip(labels, reports, strict=True)]
         if name == "iter_time_s" and not several:
             lines.append(_line("data_time_s", reports[0].history, "data_time_s"))
         figures.append(figure(name, unit, lines, () if several else _markers(reports[0]), log=log))
@@ -221,6 +222,4 @@ def _background(report: Report) -> str:
 
 def _differences(reports: Sequence[Report]) -> str:
     rows = [[row.name, *map(wording.number, row.values), row.change] for row in differences(reports)]
-    return (
-        f"<section><h2>Medians</h2>{_grid(['metric', *(report.name for report in reports), 'change'], rows)}</section>"
-    )
+    return f"<section><h2>Medians</h2>{_grid(['metric', *names_of(reports), 'change'], rows)}</section>"

@@ -256,6 +256,12 @@ def iso(time: float | None) -> str | None:
         return None
 
 
+def names_of(reports: Sequence[Report]) -> list[str]:
+    """What to call several runs: their names, or their paths where two have the same name."""
+    names = [report.name for report in reports]
+    return names if len(set(names)) == len(names) else [str(report.log.path) for report in reports]
+
+
 def exit_code(reports: Sequence[Report], fail_on: Severity) -> ExitCode:
     """Findings win over what could not be judged, and that over what is fine."""
     severities = [alarm.severity for report in reports for alarm in report.alarms]

@@ -37,7 +37,7 @@ class Screen:
         head = Group(_head(self.report, self.plain), _facts(self.report, self.plain))
         alarms = _alarms(self.report, full=self.height is None, plain=self.plain)
         used = sum(len(console.render_lines(part, options)) for part in (head, alarms))
-        rows = ROWS_ON_PAPER if self.height is None else max(self.height - used - 5 - len(self.report.view.gpus), 3)
+        rows = ROWS_ON_PAPER if self.height is None else max(self.height - used - 3 - len(self.report.view.gpus), 3)
         yield head
         yield alarms
         yield _metrics(self.report, width, rows, self.plain)
@@ -115,7 +115,7 @@ def _row(report: Report, name: str, narrow: bool, trend: int, plain: bool) -> li
     last = history.values[name][history.logged[name]][-1]
     figures = [last, *((metric.p50,) if narrow else (metric.p50, metric.min, metric.max))] if metric else [last]
     bad = [] if narrow else [str(metric.nonfinite) if metric and metric.nonfinite else ""]
-    return [name, *map(wording.number, figures), *bad, sparkline(values, trend, plain)]
+    return [printable(name), *map(wording.number, figures), *bad, sparkline(values, trend, plain)]
 
 
 def _gpus(report: Report) -> Table:
@@ -129,7 +129,7 @@ def _gpus(report: Report) -> Table:
         )
         power, heat = wording.number(gpu.power_w), wording.number(gpu.temperature_c)
         use = f"{wording.number(gpu.utilization)} %"
-        table.add_row(f"{gpu.index} {gpu.name}", use, memory, f"{power} W", f"{heat} °C", processes)
+        table.add_row(printable(f"{gpu.index} {gpu.name}"), use, memory, f"{power} W", f"{heat} C", processes)
     return table
 
 

@@ -48,9 +48,8 @@ def _level(value: float, low: float, high: float, levels: int) -> int:
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over iterations, by name."""
+    """Values over iterations."""
 
-    name: str
     x: Column
     y: Column
 
@@ -58,23 +57,23 @@ class Curve:
 def plot(curves: Sequence[Curve], width: int, height: int, plain: bool = False) -> list[str]:
     """Lines of a plot of `curves`, each with its own mark; the y axis is at the left, a line of x values below.
 
-    Values beyond the middle 98 % are drawn at the edge, so that one spike does not flatten the rest.
+    A curve has one point a column, the mean of its values there; a few outliers are drawn at the edge.
     """
-    points = [
-        (index, x, y) for index, c in enumerate(curves) for x, y in zip(c.x, c.y, strict=True) if math.isfinite(y)
-    ]
-    if not points:
+    known = [(index, curve) for index, curve in enumerate(curves) if np.isfinite(curve.y).any()]
+    if not known:
         return []
-    ys = np.array([y for _, _, y in points])
-    low, high = (float(end) for end in np.percentile(ys, [1, 99]))
-    x_low, x_high = min(x for _, x, _ in points), max(x for _, x, _ in points)
+    x_low, x_high = (float(end([end(curve.x) for _, curve in known])) for end in (np.min, np.max))
+    spans = [np.percentile(curve.y[np.isfinite(curve.y)], [2, 98]) for _, curve in known]
+    low, high = min(span[0] for span in spans), max(span[1] for span in spans)
     grid = [[" "] * width for _ in range(height)]
     marks, overlap = (ASCII_MARKS, ASCII_OVERLAP) if plain else (MARKS, OVERLAP)
-    for index, x, y in points:
-        row = height - 1 - _level(y, low, high, height)
-        column = _level(x, x_low, x_high, width) if x_high > x_low else 0
-        mark = marks[index % len(marks)]
-        grid[row][column] = mark if grid[row][column] in (" ", mark) else overlap
+    for index, curve in known:
+        columns = np.array([_level(x, x_low, x_high, width) if x_high > x_low else 0 for x in curve.x])
+        for column in np.unique(columns):
+            mean = _mean(curve.y[columns == column])
+            if math.isfinite(mean):
+                row = height - 1 - _level(mean, low, high, height)
+                grid[row][column] = marks[index % len(marks)] if grid[row][column] == " " else overlap
     return _with_axes(grid, low, high, x_low, x_high, "|" if plain else "│")
 
 

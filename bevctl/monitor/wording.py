@@ -20,7 +20,7 @@ MAIN = ("loss", "grad_norm", "lr", "loss_scale", "iter_time_s", "memory_gib")
 def number(value: float | None) -> str:
     """A figure in about four digits; a dash for none."""
     if value is None:
-        return "–"
+        return "-"
     if not math.isfinite(value):
         return str(value)
     if value == 0 or 1e-3 <= abs(value) < 1e5:
@@ -36,11 +36,11 @@ def count(value: int | None) -> str:
 def moment(time: float | None, now: float) -> str:
     """A Unix time as local clock time, with the day where it is not today's."""
     if time is None:
-        return "–"
+        return "-"
     try:
         there, here = datetime.datetime.fromtimestamp(time), datetime.datetime.fromtimestamp(now)
     except (ValueError, OverflowError, OSError):
-        return "–"
+        return "-"
     if there.date() == here.date():
         return f"{there:%H:%M}"
     return f"{there:%a %H:%M}" if abs(time - now) < 6 * 86400 else f"{there:%Y-%m-%d %H:%M}"

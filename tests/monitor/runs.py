@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ FIELDS = {
     *("lr", "loss", "grad_norm", "loss_scale", "skipped_steps", "iter_time_s"),
     *("data_time_s", "memory_gib", "samples_per_s"),
 }
-Values = Sequence[float | None] | np.ndarray | float
+Values = Any
+"""Values of all records in their order, or one number for all of them."""
 
 
 def make_log(
@@ -38,11 +39,13 @@ def make_log(
     """
     first = interval if first is None else first
     iters = [first + interval * row for row in range(records)]
-    full = {name: [value] * records if np.isscalar(value) else list(value) for name, value in columns.items()}
+    full: dict[str, list[Any]] = {
+        name: [value] * records if np.isscalar(value) else list(value) for name, value in columns.items()
+    }
     steps = []
     for row, iteration in enumerate(iters):
         values = {name: column[row] for name, column in full.items() if column[row] is not None}
-        own = {name: float(value) for name, value in values.items() if name in FIELDS}
+        own: dict[str, Any] = {name: float(value) for name, value in values.items() if name in FIELDS}
         losses = {name: float(value) for name, value in values.items() if name not in FIELDS}
         time = ends - (records - 1 - row) * interval * seconds
         steps.append(StepRecord(1 + iteration // 1000, iteration, time, losses=losses, **own))
@@ -81,7 +84,7 @@ def falling(records: int, start: float = 8.0, end: float = 2.0, noise: float = 0
     return (end + (start - end) * shape) * (1 + noise * np.random.default_rng(seed).standard_normal(records))
 
 
-def healthy(records: int = 80, interval: int = 50, seed: int = 0, **changes: Values) -> dict[str, Values]:
+def healthy(records: int = 80, seed: int = 0, **changes: Values) -> dict[str, Values]:
     """Columns of a run that nothing is wrong with."""
     generator = np.random.default_rng(seed)
     loss = falling(records, seed=seed)

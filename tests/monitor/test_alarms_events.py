@@ -1,5 +1,6 @@
-from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from tests.monitor.runs import NOW, found, healthy, judge, loud, make_log
 NAN = float("nan")
 
 
-def failure(cause: str, message: str, iteration: int | None = 500, **data: object) -> EventRecord:
+def failure(cause: str, message: str, iteration: int | None = 500, **data: Any) -> EventRecord:
     facts = {"cause": cause, "role": "cause", "meaning": "What it means.", "fix": "What to do.", "cluster": 1, **data}
     return EventRecord("failure", message, NOW - 5, iter=iteration, data=facts, where="run.log:77")
 
@@ -72,12 +73,12 @@ def test_a_run_that_went_on_after_a_failure_is_not_dead() -> None:
         ({"missing": 4, "unexpected": 6, "prefixes": {"missing": {"heads.map": 4}}}, "info"),
     ],
 )
-def test_a_checkpoint_that_does_not_fit(data: dict[str, object], severity: str) -> None:
+def test_a_checkpoint_that_does_not_fit(data: dict[str, Any], severity: str) -> None:
     event = EventRecord("checkpoint_mismatch", "does not match", None, data=data, where="run.log:3")
     assert found(judge(make_log(10, healthy(10), events=[event]))) == {"CKPT001": severity}
 
 
-def scored(*scores: dict[str, float], **fields: object) -> dict[str, str]:
+def scored(*scores: dict[str, float], **fields: Any) -> dict[str, str]:
     log = make_log(80, healthy(80), **fields)
     log.validations = [ValidationRecord(n + 1, 1000 * (n + 1), None, score) for n, score in enumerate(scores)]
     return found(judge(log))
@@ -144,9 +145,7 @@ def test_a_disk_that_is_too_small_is_told_while_the_run_is_on(tmp_path: Path, mo
     (tmp_path / "epoch_1.pth").write_bytes(b"x" * 1000)
     log = make_log(30, healthy(30), path=tmp_path, iters_per_epoch=1000, max_epochs=24)
     assert found(judge(log)) == {}
-    monkeypatch.setattr(
-        "shutil.disk_usage", lambda _: namedtuple("Usage", "total used free")(2**40, 2**40 - 4096, 4096)
-    )
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=2**40, free=4096))
     assert found(judge(log)) == {"DISK001": "warn"}
     assert found(judge(log, now=NOW + 3 * 86400)) == {"RUN003": "info"}
 

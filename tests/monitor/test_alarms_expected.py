@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -9,9 +11,9 @@ from bevctl.runs.records import ValidationRecord
 from tests.monitor.runs import found, healthy, judge, make_log
 
 
-def judged(expect: dict[str, str], **changes: object) -> dict[str, str]:
+def judged(expect: dict[str, str], **changes: Any) -> dict[str, str]:
     spans = {name: parse_span(text) for name, text in expect.items()}
-    return found(judge(make_log(40, healthy(40, **changes)), expect=spans))  # type: ignore[arg-type]
+    return found(judge(make_log(40, healthy(40, **changes)), expect=spans))
 
 
 def test_inside_and_outside() -> None:

@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -5,7 +7,7 @@ from bevctl.runs.records import Segment
 from tests.monitor.runs import falling, found, healthy, judge, loud, make_log
 
 
-def judged(loss: np.ndarray, **changes: object) -> dict[str, str]:
+def judged(loss: np.ndarray, **changes: Any) -> dict[str, str]:
     columns = {**healthy(len(loss)), "loss": loss, **changes}
     return found(judge(make_log(len(loss), columns)))
 

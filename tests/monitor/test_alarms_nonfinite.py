@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,7 @@ from tests.monitor.runs import found, healthy, judge, loud, make_log
 NAN, INF = float("nan"), float("inf")
 
 
-def with_bad(column: np.ndarray, *rows: int, value: float = NAN) -> np.ndarray:
+def with_bad(column: Any, *rows: int, value: float = NAN) -> np.ndarray:
     changed = np.array(column, dtype=np.float64)
     changed[list(rows)] = value
     return changed
@@ -74,7 +76,7 @@ def test_a_fixed_loss_scale_is_named_as_the_cause() -> None:
 
 
 def test_single_iterations_may_be_skipped_many_times_in_a_row_while_the_scale_is_found() -> None:
-    columns = healthy(300, interval=1)
+    columns = healthy(300)
     columns["grad_norm"] = with_bad(columns["grad_norm"], *range(12), value=INF)
     assert loud(judge(make_log(300, columns, interval=1))) == {}
 

@@ -1,14 +1,16 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
 from bevctl.config.span import parse_span
-from bevctl.runs.records import EventRecord
+from bevctl.runs.records import EventRecord, RunLog
 from tests.monitor.runs import found, healthy, judge, make_log
 
 FP16 = {"precision": {"fp16": True, "loss_scale": "dynamic"}}
 
 
-def fp16_run(seconds: float, memory: float, **fields: object):  # type: ignore[no-untyped-def]
+def fp16_run(seconds: float, memory: float, **fields: Any) -> RunLog:
     columns = healthy(40, iter_time_s=seconds + np.zeros(40), memory_gib=memory)
     return make_log(40, columns, **{"header": FP16, **fields})
 

@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,7 @@ from tests.monitor.runs import found, healthy, judge, loud, make_log
 GENERATOR = np.random.default_rng(5)
 
 
-def judged(records: int = 100, **changes: object) -> dict[str, str]:
+def judged(records: int = 100, **changes: Any) -> dict[str, str]:
     return found(judge(make_log(records, {**healthy(records), **changes})))
 
 

@@ -29,7 +29,7 @@ def test_names_are_grouped_in_their_order() -> None:
 @pytest.mark.parametrize(("value", "word"), [(0.0, "zero"), (0.7311, "constant")])
 def test_a_loss_that_died_is_named_with_its_last_living_value(value: float, word: str) -> None:
     dead = np.where(np.arange(80) >= 50, value, falling(80))
-    report = judge(make_log(80, healthy(80, **{"loss/map/focal": dead})))
+    report = judge(make_log(80, {**healthy(80), "loss/map/focal": dead}))
     assert found(report) == {"TASK001": "warn"}
     alarm = report.alarms[0]
     assert alarm.title == f"1 of 2 loss parts are exactly {word}: map"
@@ -44,12 +44,12 @@ def test_when_every_loss_is_dead_the_run_is_useless() -> None:
 
 
 def test_a_small_loss_that_prints_the_same_four_decimals_is_alive() -> None:
-    assert loud(judge(make_log(80, healthy(80, **{"loss/map/focal": 0.0003})))) == {}
+    assert loud(judge(make_log(80, {**healthy(80), "loss/map/focal": 0.0003}))) == {}
 
 
 def test_a_few_equal_records_are_chance() -> None:
     value = np.where(np.arange(80) >= 76, 0.5, falling(80))
-    assert loud(judge(make_log(80, healthy(80, **{"loss/map/focal": value})))) == {}
+    assert loud(judge(make_log(80, {**healthy(80), "loss/map/focal": value}))) == {}
 
 
 def test_a_head_of_the_config_without_losses_is_lost() -> None:
@@ -76,7 +76,7 @@ def test_a_head_that_the_other_run_has_is_lost_and_never_a_saving_of_fp16() -> N
 
 
 def test_missing_parts_of_a_task_that_is_there_are_a_warning() -> None:
-    other = make_log(40, healthy(40, **{"loss/object/bbox": falling(40)}))
+    other = make_log(40, {**healthy(40), "loss/object/bbox": falling(40)})
     assert found(judge(make_log(40, healthy(40)), against=other)) == {"TASK002": "warn"}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ needs_logs = pytest.mark.skipif(not LOGS.is_dir(), reason="the real logs are not
 
 
 @st.composite
-def healthy_runs(draw: st.DrawFn) -> dict[str, object]:
+def healthy_runs(draw: st.DrawFn) -> dict[str, Any]:
     """Shape of a run that nothing is wrong with: length, log interval, schedule, noise, scale, memory, evaluations."""
     interval = draw(st.sampled_from([1, 10, 20, 50, 100]))
     records = draw(st.integers(1, 1500 if interval == 1 else 400))
@@ -51,13 +52,13 @@ def healthy_runs(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
-def columns_of(shape: dict[str, object]) -> dict[str, Values]:
-    records, interval = int(shape["records"]), int(shape["interval"])  # type: ignore[call-overload]
-    generator = np.random.default_rng(int(shape["seed"]))  # type: ignore[call-overload]
+def columns_of(shape: dict[str, Any]) -> dict[str, Values]:
+    records, interval = int(shape["records"]), int(shape["interval"])
+    generator = np.random.default_rng(int(shape["seed"]))
     share = np.arange(records) / max(records - 1, 1)
     per_iteration = 3.0 if interval == 1 else 1.0
     lr = schedule(str(shape["schedule"]), share)
-    scatter = 1 + float(shape["noise"]) * per_iteration * generator.standard_normal(records).clip(-2.5, 2.5)  # type: ignore[arg-type]
+    scatter = 1 + float(shape["noise"]) * per_iteration * generator.standard_normal(records).clip(-2.5, 2.5)
     loss = (2 + 6 * np.exp(-6 * share) + 0.4 * lr / 2e-4) * np.abs(scatter)
     if shape["heatmap_start"] and shape["first"] == interval:
         loss[0] += 600
@@ -74,11 +75,11 @@ def columns_of(shape: dict[str, object]) -> dict[str, Values]:
     parts = {
         f"loss/object/part{n}": loss / 4 * (1 + 0.01 * generator.standard_normal(records))
         for n in range(int(shape["parts"]))
-    }  # type: ignore[call-overload]
+    }
     columns: dict[str, Values] = {"loss": loss, "grad_norm": norms, "lr": lr, "iter_time_s": times, **parts}
     columns |= {"data_time_s": 0.02 * generator.lognormal(0, 0.5, records), "memory_gib": memory}
     if shape["scale"] is not None:
-        columns["loss_scale"] = scales(float(shape["scale"]), records, generator)  # type: ignore[arg-type]
+        columns["loss_scale"] = scales(float(shape["scale"]), records, generator)
         columns["skipped_steps"] = np.cumsum(generator.random(records) < 0.0005 * interval)
     return columns
 
@@ -103,12 +104,12 @@ def scales(start: float, records: int, generator: np.random.Generator) -> np.nda
 
 @settings(max_examples=150, deadline=None)
 @given(healthy_runs())
-def test_healthy_runs_in_many_shapes_raise_nothing_above_info(shape: dict[str, object]) -> None:
+def test_healthy_runs_in_many_shapes_raise_nothing_above_info(shape: dict[str, Any]) -> None:
     log = make_log(
-        int(shape["records"]),  # type: ignore[call-overload]
+        int(shape["records"]),
         columns_of(shape),
-        interval=int(shape["interval"]),  # type: ignore[call-overload]
-        first=int(shape["first"]),  # type: ignore[call-overload]
+        interval=int(shape["interval"]),
+        first=int(shape["first"]),
     )
     assert loud(judge(log)) == {}
 

@@ -1,5 +1,6 @@
 import os
 import socket
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from tests.monitor.runs import NOW, found, healthy, judge, make_log
 MINUTE = 60.0
 
 
-def at(log: RunLog, minutes: float, **circumstances: object) -> str:
+def at(log: RunLog, minutes: float, **circumstances: Any) -> str:
     """State so long after the last line."""
     return judge(log, now=NOW - 5 + minutes * MINUTE, **circumstances).state.name
 
@@ -66,7 +67,7 @@ def test_finished() -> None:
     assert at(make_log(40, healthy(40), max_iters=2060), 2) == "running"
 
 
-def own(status: str, **meta: object) -> RunLog:
+def own(status: str, **meta: Any) -> RunLog:
     return make_log(40, healthy(40), format="bevctl", header={"meta": {"status": status, **meta}})
 
 

@@ -96,7 +96,7 @@ def jump(view: View) -> Iterator[Trouble]:
         (
             Evidence(
                 view.where(first),
-                f"median of {AFTER} windows {after:.4g}; before {found.before:.4g} ± {found.scatter:.2g}",
+                f"median of {AFTER} windows {after:.4g}; before {found.before:.4g}, scatter {found.scatter:.2g}",
             ),
             *([Evidence(view.where(first), restart)] if restart else []),
             *([Evidence(view.where(resumed[0] + 1), "the run was resumed here")] if resumed else []),
@@ -214,7 +214,7 @@ def oscillation(view: View) -> Iterator[Trouble]:
     first = iters[-len(swings) // 4]
     yield Trouble(
         Severity.WARN,
-        f"The loss swings by ±{late:.0%}",
+        f"The loss swings by {late:.0%}",
         (
             Evidence(
                 view.where(first), f"scatter around its level {late:.1%} from here on, {early:.1%} in the first half"
