@@ -161,11 +161,11 @@ def test_expected_ranges(invoke: Invoke, log: Path) -> None:
 
 
 def test_windows_count_back_from_now_or_from_the_end(invoke: Invoke, log: Path) -> None:
-    assert invoke("monitor", str(log), "--since", "5m", "--json").document["window"]["records"] in (10, 11)
+    assert invoke("monitor", str(log), "--since", "5m", "--json").document["window"]["records"] in (9, 10)
     ends = invoke("monitor", str(log), "--since", "5m", "--from-end", "--json").document["window"]
     assert ends["records"] == 11
     earlier = invoke("monitor", str(log), "--until", "5m", "--json").document["window"]["records"]
-    assert earlier in (29, 30)
+    assert earlier in (30, 31)
 
 
 def test_a_run_of_bevctl_and_the_newest_below_runs(
@@ -233,20 +233,20 @@ def append(path: Path, iteration: int) -> None:
 
 
 def test_following_prints_a_line_or_a_document_for_what_is_new(log: Path) -> None:
-    with started("--follow", str(log), stdout=subprocess.PIPE, text=True) as lines:
-        with started("--follow", "--json", str(log), stdout=subprocess.PIPE, text=True) as documents:
-            assert lines.stdout is not None
-            assert documents.stdout is not None
-            assert "iteration 2,000" in lines.stdout.readline()
-            assert json.loads(documents.stdout.readline())["progress"]["iter"] == 2000
-            append(log, 2050)
-            assert "iteration 2,050" in lines.stdout.readline()
-            assert json.loads(documents.stdout.readline())["progress"]["iter"] == 2050
-            for process in (lines, documents):
-                process.send_signal(signal.SIGINT)
-            assert lines.wait(10) == 0
-            assert documents.wait(10) == 0
-            assert documents.stdout.read() == ""
+    piped: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
+    with started("--follow", str(log), **piped) as lines, started("--follow", "--json", str(log), **piped) as documents:
+        assert lines.stdout is not None
+        assert documents.stdout is not None
+        assert "iteration 2,000" in lines.stdout.readline()
+        assert json.loads(documents.stdout.readline())["progress"]["iter"] == 2000
+        append(log, 2050)
+        assert "iteration 2,050" in lines.stdout.readline()
+        assert json.loads(documents.stdout.readline())["progress"]["iter"] == 2050
+        for process in (lines, documents):
+            process.send_signal(signal.SIGINT)
+        assert lines.wait(10) == 0
+        assert documents.wait(10) == 0
+        assert documents.stdout.read() == ""
 
 
 def test_following_ends_with_the_run(invoke: Invoke, tmp_path: Path) -> None:
