@@ -289,32 +289,35 @@ def _scaler_findings(scaler: Mapping[str, float | str] | None) -> Iterator[Findi
 
 
 def _losses_on_resume(checkpoint: Checkpoint) -> Iterator[Finding]:
-    lost = list(lost_on_resume(checkpoint))
+    lost = lost_on_resume(checkpoint, half=_was_half(checkpoint))
     if lost:
         yield Finding(
             RESUMABLE,
             Severity.INFO,
-            f"A run that continues from it starts anew with: {'; '.join(what for what, _ in lost)}.",
-            tuple(Evidence(what, consequence) for what, consequence in lost),
-            "",
-            None,
+            f"A run that continues from it starts anew with: {'; '.join(lost)}.",
+            tuple(Evidence(what, then) for what, then in lost.items()),
         )
 
 
-def lost_on_resume(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """(what the file lacks, what that means) of everything that a continued run starts anew."""
+def _was_half(checkpoint: Checkpoint) -> bool:
+    """Whether the run that wrote the file had a loss scale, as far as it says."""
+    setting = checkpoint.meta.get("setting")
+    return not isinstance(setting, Mapping) or setting.get("precision") == "fp16"
+
+
+def lost_on_resume(checkpoint: Checkpoint, half: bool) -> dict[str, str]:
+    """What the file lacks and a continued run starts anew → what that means; `half`: the run will be in FP16."""
+    lost = {}
     optimizer = checkpoint.content.get("optimizer")
     if checkpoint.epoch is None:
-        yield "epoch", "training starts at epoch 1"
+        lost["epoch"] = "training starts at epoch 1"
     if not isinstance(optimizer, Mapping) or not optimizer.get("state"):
-        yield (
-            "optimizer state",
-            "AdamW's averages are rebuilt in the first some hundred steps, the loss may rise a little",
-        )
-    if checkpoint.loss_scaler is None:
-        yield "loss scale", "FP16 starts at 65536 and skips the first steps until the scale fits"
+        lost["optimizer state"] = "AdamW's averages are rebuilt in some hundred steps, the loss may rise a little"
+    if half and checkpoint.loss_scaler is None:
+        lost["loss scale"] = "FP16 starts at 65536 and skips the first steps until the scale fits"
     if checkpoint.origin != "bevctl":
-        yield "data order and random state", "the epoch's samples are drawn anew from the seed"
+        lost["data order and random state"] = "the epoch's samples are drawn anew from the seed"
+    return lost
 
 
 def _parts(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:

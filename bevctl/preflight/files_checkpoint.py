@@ -15,6 +15,7 @@ from bevctl.finding import CheckStatus, Finding, Severity
 from bevctl.preflight.checks import CheckSpec, Context, Outcome, failed, passed, skipped, warned
 from bevctl.preflight.compatibility import satisfies
 from bevctl.preflight.environment import read_environment
+from bevctl.preflight.gpu_selection import gpus_in_use
 from bevctl.preflight.plan import is_foreign_run
 
 if TYPE_CHECKING:
@@ -159,17 +160,25 @@ def resumable(context: Context, report: CheckpointReport) -> Outcome:
     from bevctl.engine.checkpoint_report import lost_on_resume
 
     assert report.checkpoint is not None
-    lost = [(what, then) for what, then in lost_on_resume(report.checkpoint) if _matters(what, context)]
+    lost = lost_on_resume(report.checkpoint, half=_runs_in_fp16(context))
     if context.config is not None and _optimizer_is_another(report.checkpoint):
-        lost.append(("optimizer state of these weights", "the file's does not match its entries, AdamW starts anew"))
+        lost["optimizer state of these weights"] = "the file's does not match its entries, AdamW starts anew"
     where = f"{report.layout}, epoch {report.checkpoint.epoch}, iteration {report.checkpoint.iteration}"
     if not lost:
         return passed(f"{where}: everything is there")
-    said = "; ".join(f"no {what}: {then}" for what, then in lost)
-    only_order = [what for what, _ in lost] == ["data order and random state"]
-    return (
-        passed(f"{where}; {said}") if only_order else warned(f"{where}; {said}", "Expected after a change of project.")
-    )
+    said = f"{where}; {'; '.join(f'no {what}: {then}' for what, then in lost.items())}"
+    if list(lost) == ["data order and random state"]:
+        return passed(said)
+    return warned(said, "Take a checkpoint that has them, or expect the loss to rise for a while.")
+
+
+def _runs_in_fp16(context: Context) -> bool:
+    """Whether the run has a loss scale; `auto` is FP16 on GPUs of capability 7.x only."""
+    dtype = context.config.precision.dtype if context.config is not None else context.precision
+    if dtype != "auto":
+        return dtype == "fp16"
+    capabilities = [gpu.capability for gpu in context.once(gpus_in_use).used]
+    return any(isinstance(capability, tuple) and capability[0] == 7 for capability in capabilities)
 
 
 def _optimizer_is_another(checkpoint: Checkpoint) -> bool:
@@ -179,12 +188,6 @@ def _optimizer_is_another(checkpoint: Checkpoint) -> bool:
     optimizer = checkpoint.content.get("optimizer")
     has_state = isinstance(optimizer, Mapping) and bool(optimizer.get("state"))
     return has_state and checkpoint.origin != "bevctl" and not foreign_parameter_states(checkpoint)
-
-
-def _matters(what: str, context: Context) -> bool:
-    """Without FP16 there is no loss scale to lose."""
-    dtype = context.config.precision.dtype if context.config is not None else context.precision
-    return what != "loss scale" or dtype in ("fp16", "auto")
 
 
 def loss_scale_sound(_: Context, report: CheckpointReport) -> Outcome:

@@ -6,17 +6,11 @@ import math
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from bevctl.config.foreign import ForeignConfig
-from bevctl.preflight import all_reduce
-from bevctl.preflight.checks import CheckSpec, Context, Outcome, failed, passed, skipped, unknown, warned
-from bevctl.preflight.files_checkpoint import NothingToResume, resumed_report
+from bevctl.preflight import all_reduce, launch_resume
+from bevctl.preflight.checks import CheckSpec, Context, Outcome, failed, passed, skipped, warned
 from bevctl.preflight.plan import Plan, of_plan
-
-if TYPE_CHECKING:
-    from bevctl.config.schema import Config
-    from bevctl.engine.checkpoint import Checkpoint
 
 OPENMMLAB_PORT = 29500
 """Default of the dist_train.sh scripts."""
@@ -25,8 +19,6 @@ LR_TOLERANCE = 1.3
 STATIC_SCALES = (128.0, 1024.0)
 """Fixed loss scales that the public recipes use."""
 LARGEST_SCALE = 2.0**24
-LR_JUMP = 2.0
-"""Factor between the learning rates before and after a resume that shows in the loss."""
 
 
 def port_free(context: Context) -> Outcome:
@@ -113,67 +105,6 @@ def loss_scale(_: Context, plan: Plan) -> Outcome:
     return passed(f"{said}: it does not adapt, so a layer that overflows once does it at every step")
 
 
-@of_plan
-def resume_agrees(context: Context, plan: Plan) -> Outcome:
-    """LAUNCH006: epochs are left, and the learning rate goes on where it was."""
-    try:
-        checkpoint = context.once(resumed_report).checkpoint
-    except NothingToResume as error:
-        return skipped(str(error))
-    if checkpoint is None:
-        return skipped("the checkpoint cannot be opened, see FILE003 and FILE004")
-    if checkpoint.epoch is None:
-        return warned("the file names no epoch: training starts at epoch 1", "Take a checkpoint of a training run.")
-    if plan.epochs is None:
-        return unknown("the config's epochs could not be worked out", "Write the number out.")
-    said = f"{checkpoint.epoch} of {plan.epochs} epochs done"
-    if checkpoint.epoch >= plan.epochs and not _counts_iterations(context.config):
-        return failed(f"{said}: nothing is left to train", "Raise --epochs, or resume an earlier checkpoint.")
-    return _lr_goes_on(context, plan, checkpoint, said)
-
-
-def _counts_iterations(config: Config | None) -> bool:
-    return config is not None and config.train.schedule_iters is not None
-
-
-def _lr_goes_on(context: Context, plan: Plan, checkpoint: Checkpoint, said: str) -> Outcome:
-    saved, first = _saved_lr(checkpoint)
-    if context.foreign is not None:
-        if first is not None and plan.lr is not None and not _alike(first, plan.lr, 1.01):
-            fix = "mmcv continues with the initial_lr of the file; use --load-from there to start with the config's."
-            return warned(f"{said}; the file's initial learning rate is {first:g}, the config's {plan.lr:g}", fix)
-        return passed(said)
-    if context.config is None or saved is None or plan.epochs is None or checkpoint.epoch is None:
-        return passed(said)
-    from bevctl.engine.schedule import Schedule, peak_lr
-
-    total = max(plan.epochs * 10_000, context.config.optim.warmup * 100)
-    done = total * checkpoint.epoch // plan.epochs
-    peak = peak_lr(context.config.optim, plan.global_batch)[0]
-    coming = peak * Schedule(context.config.optim, total).lr_factor(max(done, context.config.optim.warmup))
-    said = f"{said}; learning rate {saved:.3g} before, {coming:.3g} after"
-    if _alike(saved, coming, LR_JUMP):
-        return passed(said)
-    fix = "Expected where batch, epochs or --lr changed on purpose; else resume with the config of the run."
-    return warned(said, fix)
-
-
-def _alike(a: float, b: float, factor: float) -> bool:
-    return min(a, b) > 0 and max(a, b) / min(a, b) <= factor
-
-
-def _saved_lr(checkpoint: Checkpoint) -> tuple[float | None, float | None]:
-    """(last, initial) learning rate of the file's first parameter group with the largest one."""
-    optimizer = checkpoint.content.get("optimizer")
-    groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
-    rates = [g for g in groups or () if isinstance(g, Mapping) and isinstance(g.get("lr"), int | float)]
-    if not rates:
-        return None, None
-    group = max(rates, key=lambda g: float(g["lr"]))
-    initial = group.get("initial_lr")
-    return float(group["lr"]), float(initial) if isinstance(initial, int | float) else None
-
-
 def contradictions(context: Context) -> Outcome:
     """LAUNCH007: no settings that exclude each other in a distributed run of another project."""
     if context.foreign is None:
@@ -241,7 +172,7 @@ CHECKS: tuple[CheckSpec, ...] = (
     CheckSpec(
         "LAUNCH006",
         "resume and config agree",
-        resume_agrees,
+        launch_resume.check,
         required="epochs left, the learning rate within a factor of 2",
         why="a schedule that starts over, or is over, wastes the run",
         at_start=False,

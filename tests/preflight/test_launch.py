@@ -222,15 +222,35 @@ def test_epochs_that_are_left(tmp_path: Path, make_context: MakeContext, epochs:
     assert f"1 of {epochs} epochs done" in outcome.found
 
 
+SCHEDULE = (
+    "train.epochs=4",
+    "optim.lr=2e-4",
+    "optim.schedule=cosine",
+    "optim.min_ratio=0",
+    "train.schedule_iters=null",
+    "optim.warmup=40",
+    "optim.warmup_ratio=0.25",
+)
+
+
 @pytest.mark.parametrize(("lr", "status"), [(1.5e-4, "pass"), (2e-6, "warn")])
 def test_a_learning_rate_that_goes_on_or_jumps(
     tmp_path: Path, make_context: MakeContext, lr: float, status: str
 ) -> None:
     content = mmcv(optimizer={"state": {}, "param_groups": [{"lr": lr, "params": []}, {"lr": 0.0, "params": []}]})
-    sets = ("train.epochs=4", "optim.lr=2e-4", "optim.schedule=cosine", "train.schedule_iters=null")
+    sets = SCHEDULE
     outcome = judge(resumed(tmp_path, make_context, content, *sets), "LAUNCH006")
     assert outcome.status == status
     assert "0.000171 after" in outcome.found  # a quarter of the cosine: 2e-4 * (1 + cos(pi / 4)) / 2
+
+
+def test_a_checkpoint_of_the_warm_up(tmp_path: Path, make_context: MakeContext) -> None:
+    meta = {"format": "bevctl", "epoch": 0, "iter": 20, "setting": {"iters_per_epoch": 100}}
+    content = mmcv(meta=meta, optimizer={"state": {}, "param_groups": [{"lr": 1.2e-4, "params": []}]})
+    outcome = judge(resumed(tmp_path, make_context, content, *SCHEDULE), "LAUNCH006")
+    assert outcome.status == CheckStatus.PASS
+    # half of the warm-up: 2e-4 * (0.25 + 0.75 / 2), times the cosine after a twentieth of the run
+    assert "0.000124 after" in outcome.found
 
 
 def test_what_cannot_be_compared(tmp_path: Path, make_context: MakeContext) -> None:
