@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from bevctl.runs.records import StepRecord
 
 MIB_PER_GIB = 1024.0
+_LONGEST_ETA_S = 1e10
 EXTRA_METRICS = ("device_memory_gib", "gpu_util")
 """Metrics that a StepRecord has in `extra`."""
 
@@ -51,9 +52,10 @@ def parse_eta(text: str) -> float | None:
             days = int(text[: text.index(" ")])
             text = text[text.rindex(" ") + 1 :]
         hours, minutes, seconds = text.split(":")
-        return days * 86400 + int(hours) * 3600 + int(minutes) * 60 + float(seconds)
+        total = days * 86400 + int(hours) * 3600 + int(minutes) * 60 + float(seconds)
     except (ValueError, OverflowError):
         return None
+    return total if abs(total) < _LONGEST_ETA_S else None
 
 
 def is_loss(name: str) -> bool:
@@ -186,3 +188,13 @@ def numbers(items: Mapping[str, Any]) -> dict[str, float]:
         except OverflowError:
             found[name] = math.inf
     return found
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether a value from a file can be an epoch or an iteration."""
+    return type(value) is int and 0 <= value < 2**53
+
+
+def is_moment(value: object) -> TypeGuard[float]:
+    """Whether a value from a file can be a Unix time, s."""
+    return isinstance(value, (int, float)) and 0 <= value < 1e11

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from bevctl.runs.layout import is_count
 from bevctl.runs.records import RunLog
 from bevctl.runs.writer import read_run
 
@@ -45,4 +46,4 @@ def _from_segment(segment: dict[str, Any], log: RunLog) -> None:
 
 
 def _count(value: object) -> int | None:
-    return value if type(value) is int and value > 0 else None
+    return value if is_count(value) and value else None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bevctl.runs.collect import Collector
+from bevctl.runs.folder import sample
 from bevctl.runs.index import find_window, load_index, save_index
 from bevctl.runs.lines import LineFile
 from bevctl.runs.readers import READERS, Parser, Reader
@@ -90,10 +91,16 @@ class Reading:
         self.log = log
         self._window = window
         self._reader = READERS[log.format]
-        self._out = Collector(log, window, timed=self._reader.stamp is not None)
         self._clock = Clock(modified)
+        self._out = Collector(log, window, timed=window.is_open or self._has_times())
         self.parser = self._reader.parser(self._out, self._clock, Place(log.files[0].name))
         self._parts: list[FilePart] = []
+
+    def _has_times(self) -> bool:
+        stamp = self._reader.stamp
+        if stamp is None:
+            return False
+        return any(stamp(line, self._clock) is not None for path in self.log.files for line in sample(path))
 
     def can_go_on(self, files: Sequence[Path]) -> bool:
         """Whether `read` would now take only what was added since."""

@@ -44,7 +44,7 @@ class Source:
         self.files = logs.files
         self.format = logs.format
         self._captures = logs.captures
-        self._reading: Reading | None = None
+        self._readings: dict[Path, Reading] = {}
         self._names: list[Path] = []
 
     def read(self, since: float | None = None, until: float | None = None) -> RunLog:
@@ -57,7 +57,7 @@ class Source:
             with _without_garbage_collection():
                 return self._read(Window(since, until))
         except OSError as error:
-            self._reading = None
+            self._readings.clear()
             raise _unreadable(self.path, error) from error
 
     def last_time(self) -> float | None:
@@ -113,10 +113,16 @@ class Source:
         return out.finish(modified)
 
     def _read_lines(self, window: Window, modified: float) -> RunLog:
-        if self._reading is None or not window.is_open or not self._reading.can_go_on(self.files):
-            self._reading = Reading(RunLog(self.path, self.files, self.format), window, modified)
-        self._read_beside(self._reading)
-        return self._reading.read(modified)
+        reading = self._reading(self.path, self.files, self.format, window, modified)
+        self._read_beside(reading)
+        return reading.read(modified)
+
+    def _reading(self, path: Path, files: list[Path], name: str, window: Window, modified: float) -> Reading:
+        """That of the last call where it can go on, else a new one."""
+        known = self._readings.get(path)
+        if known is None or not window.is_open or not known.can_go_on(files):
+            self._readings[path] = known = Reading(RunLog(path, files, name), window, modified)
+        return known
 
     def _read_beside(self, reading: Reading) -> None:
         """Adds what lies beside bevctl's own log."""
@@ -134,7 +140,7 @@ class Source:
         if name == TENSORBOARD:
             return
         modified = path.stat().st_mtime
-        captured = Reading(RunLog(path, [path], name), window, modified).read(modified)
+        captured = self._reading(path, [path], name, window, modified).read(modified)
         known = {event.message for event in log.events}
         log.events += [event for event in captured.events if event.kind == FAILURE and event.message not in known]
 

@@ -311,3 +311,20 @@ def test_bevctls_own_run_goes_on(tmp_path: Path) -> None:
     fresh = open_source(tmp_path).read()
     assert (log.steps, log.events) == (fresh.steps, fresh.events)
     assert [event.iter for event in log.events] == [None, 1, 2]
+
+
+def test_a_window_of_a_home_made_log_without_times(tmp_path: Path) -> None:
+    lines = [f"epoch 1 iter {n} loss: 0.5 time: 10.0" for n in range(1, 101)]
+    source = open_source(write(tmp_path / "any.log", lines))
+    modified = (tmp_path / "any.log").stat().st_mtime
+    log = source.read(since=modified - 100)
+    assert log.time_estimated
+    assert [step.iter for step in log.steps] == list(range(90, 101))
+
+
+def test_a_window_of_a_home_made_log_with_times(tmp_path: Path) -> None:
+    lines = [f"[{moment(10 * n):%Y-%m-%d %H:%M:%S}] epoch 1 iter {n} loss: 0.5" for n in range(1, 101)]
+    source = open_source(write(tmp_path / "any.log", lines))
+    last = source.last_time()
+    assert last == moment(1000).replace(microsecond=0).timestamp()
+    assert [step.iter for step in source.read(since=last - 100).steps] == list(range(90, 101))

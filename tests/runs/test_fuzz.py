@@ -40,6 +40,8 @@ PIECES = [
     "Batch time: 0.77(0.77)",
     "Epoch 1:  45%|####5     | 450/1000 [01:23<01:40,  5.45it/s, loss=0.25]",
     "[Epoch 10] Loss: 0.125 - mAP: 0.415 - NDS: 0.508",
+    f"{mmcv_message(7, 'Epoch [')}{'9' * 5000}][50/400]\tlr: 2.0, loss: 3.0000",
+    '{"mode": "train", "epoch": 1, "iter": ' + "9" * 400 + ', "loss": 1.0, "step": ' + "9" * 400 + "}",
     "size mismatch for a.b: copying a param with shape torch.Size([1]) from checkpoint",
     "unexpected key in source state_dict: a.b.c, d.e.f",
     "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 512.0",
@@ -52,6 +54,8 @@ def _read_quickly(path: Path) -> None:
     log = open_source(path).read()
     strict_json(log.header)
     strict_json([event.data for event in log.events])
+    assert all(step.time is None or 0 <= step.time < 1e12 for step in log.steps)
+    assert all(0 <= step.iter < 2**53 for step in log.steps)
     strict_json({name: metric.mean for name, metric in log.metrics.items()})
     windowed = open_source(path).read(since=1.7e9, until=1.8e9)
     assert windowed.records <= max(log.records, 1)

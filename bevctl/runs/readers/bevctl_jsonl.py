@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from bevctl.runs.collect import Collector
-from bevctl.runs.layout import LayoutCache, Row
+from bevctl.runs.layout import LayoutCache, Row, is_count, is_moment
 from bevctl.runs.readers.clock import Clock
 from bevctl.runs.readers.events import FAILURE, describe
 from bevctl.runs.readers.json_lines import decode_object, other_line
@@ -20,15 +20,13 @@ _FLOATS = _FIELDS - {"epoch", "iter", "mode", "losses", "extra", "skipped_steps"
 _NO_METRICS = frozenset(("epoch", "iter", "time", "mode", "losses", "extra"))
 _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _SUFFIX = "_nonfinite"
-_LATEST = 1e11
-"""No Unix time is later."""
 
 
 def stamp(line: str, clock: Clock) -> float | None:  # noqa: ARG001 - the line has Unix time
     """Unix time of a line of this format."""
     item = decode_object(line)
     time = item.get("time") if item else None
-    return float(time) if isinstance(time, (int, float)) and math.isfinite(time) else None
+    return float(time) if is_moment(time) else None
 
 
 def recognises(line: str) -> bool:
@@ -58,7 +56,7 @@ class BevctlLines:
         for number, line in enumerate(lines[queued:], queued + 1):
             item = decode_object(line)
             time = item.get("time") if item is not None else None
-            if item is not None and isinstance(time, (int, float)) and math.isfinite(time):
+            if item is not None and is_moment(time):
                 self._queue.append((float(time), item, f"{file}:{number}"))
             elif line.strip():
                 self._out.log.unknown_lines += 1
@@ -112,9 +110,7 @@ class BevctlLines:
             return None
         flat = {name: value for name, value in item.items() if name not in _NO_METRICS} | losses | extra
         epoch, iteration, time = item.get("epoch"), item.get("iter"), item.get("time")
-        if type(epoch) is not int or type(iteration) is not int:
-            return None
-        if not isinstance(time, (float, int)) or not 0 < time < _LATEST:
+        if not is_count(epoch) or not is_count(iteration) or not is_moment(time):
             return None
         try:
             values = list(map(float, flat.values()))
@@ -127,15 +123,15 @@ class BevctlLines:
         kind, message, time = item.get("kind"), item.get("message"), item.get("time")
         if not isinstance(kind, str) or not isinstance(message, str):
             return False
-        if isinstance(time, (int, float)) and math.isfinite(time):
+        if is_moment(time):
             self._out.time = float(time)
         data = item["data"] if isinstance(item.get("data"), dict) else {}
         if kind in ("start", "resume"):
             self._out.begin(kind, message, where, **data)
             return True
         last = self._out.last
-        iteration = item["iter"] if type(item.get("iter")) is int else last.iter if last else None
-        epoch = item["epoch"] if type(item.get("epoch")) is int else last.epoch if last else None
+        iteration = item["iter"] if is_count(item.get("iter")) else last.iter if last else None
+        epoch = item["epoch"] if is_count(item.get("epoch")) else last.epoch if last else None
         self._out.add_event(EventRecord(kind, message, self._out.time, iteration, epoch, data, where))
         self._consequences(kind, message, data, where)
         return True
@@ -144,7 +140,7 @@ class BevctlLines:
         metrics = data.get("metrics")
         if kind == "evaluation" and isinstance(metrics, dict):
             last = self._out.last
-            epoch = data["epoch"] if type(data.get("epoch")) is int else last.epoch if last else 1
+            epoch = data["epoch"] if is_count(data.get("epoch")) else last.epoch if last else 1
             known = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
             self._out.validation(epoch, last.iter if last else None, scores(known))
         elif kind == "end" and data.get("status") == "failed":
@@ -158,7 +154,7 @@ def step_of(item: dict[str, Any]) -> StepRecord | None:
     if any(name not in _FIELDS for name in item):
         item = {name: value for name, value in restored(item).items() if name in _FIELDS}
     losses = item.get("losses", {})
-    if type(item.get("epoch")) is not int or type(item.get("iter")) is not int or not isinstance(losses, dict):
+    if not is_count(item.get("epoch")) or not is_count(item.get("iter")) or not isinstance(losses, dict):
         return None
     if None in losses.values():
         item["losses"] = losses = restored(losses)
@@ -173,7 +169,8 @@ def _sound(record: StepRecord) -> bool:
     """Whether every entry has its type: a file of a stranger may hold anything."""
     values = [getattr(record, name) for name in _FLOATS]
     numeric = all(value is None or type(value) in (float, int) for value in (*values, *record.losses.values()))
-    return numeric and isinstance(record.extra, dict) and type(record.skipped_steps) in (int, type(None))
+    timed = record.time is None or is_moment(record.time)
+    return numeric and timed and isinstance(record.extra, dict) and type(record.skipped_steps) in (int, type(None))
 
 
 def restored(item: dict[str, Any]) -> dict[str, Any]:

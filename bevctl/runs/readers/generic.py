@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 
 from bevctl.runs.collect import Collector
-from bevctl.runs.layout import FIELDS, LayoutCache, Row, is_loss, numbers
+from bevctl.runs.layout import FIELDS, LayoutCache, Row, is_count, is_loss, numbers
 from bevctl.runs.readers.clock import STAMP, Clock
 from bevctl.runs.readers.epochs import Epochs
 from bevctl.runs.readers.json_lines import decode_object
@@ -142,7 +142,7 @@ def _json_line(line: str) -> Line | None:
     item = decode_object(line)
     if item is None:
         return None
-    known = {name: value for name, value in item.items() if type(value) is int and value >= 0}
+    known = {name: value for name, value in item.items() if is_count(value)}
     parsed = Line(epoch=known.get("epoch"))
     parsed.inner = next((known[name] for name in ("global_step", "step", "iteration", "iter") if name in known), None)
     _sort(parsed, {_name(name): value for name, value in numbers(item).items()}, is_validation=False)

@@ -17,7 +17,7 @@ _HALF = re.compile(
     re.MULTILINE,
 )
 _FULL = re.compile(r"^\s*fp16\s*=\s*(?:None|False)|^\s*fp16:\s*(?:null|~|false)|use_amp\s+False", re.MULTILINE)
-_SCALE = re.compile(r"\bloss_scale['\"]?\s*[=:]\s*['\"]?(dynamic|[\d.]+(?:e[+-]?\d+)?)")
+_SCALE = re.compile(r"\bloss_scale['\"]?\s*[=:]\s*['\"]?(\d+\.?\d*(?:e[+-]?\d+)?)")
 
 
 def parse_env(text: str) -> dict[str, str]:
@@ -33,10 +33,9 @@ def precision_of(config: str) -> dict[str, Any]:
     """
     half = bool(_HALF.search(config))
     fp16 = True if half else False if _FULL.search(config) else None
-    scale = _SCALE.search(config)
-    if not half or scale is None:
-        return {"fp16": fp16, "loss_scale": "dynamic" if half else None}
-    return {"fp16": fp16, "loss_scale": "dynamic" if scale[1] == "dynamic" else float(scale[1])}
+    found = _SCALE.search(config)
+    scale = float(found[1]) if found is not None else "dynamic"
+    return {"fp16": fp16, "loss_scale": scale if half else None}
 
 
 def limits_of(config: str) -> tuple[int | None, int | None]:

@@ -7,10 +7,10 @@ import re
 from bevctl.runs.readers.text import TextLog
 
 _START = re.compile(r"Start running, host: (\S+?), work_dir: (.*)")
-_LIMIT = re.compile(r"\bmax: (\d+) (epochs|iters)")
-_RESUMED = re.compile(r"[Rr]esumed (?:from )?epoch:? (\d+), iter:? (\d+)")
+_LIMIT = re.compile(r"\bmax: (\d{1,12}) (epochs|iters)")
+_RESUMED = re.compile(r"[Rr]esumed (?:from )?epoch:? (\d{1,9}), iter:? (\d{1,12})")
 _RESUME_FROM = re.compile(r"Auto resumed from the latest checkpoint (\S+?)\.?$|[Rr]esum(?:e|ed|ing) from:? (\S+)")
-_SAVING = re.compile(r"Saving checkpoint at (\d+) (epochs?|iterations?|iters?)")
+_SAVING = re.compile(r"Saving checkpoint at (\d{1,12}) (epochs?|iterations?|iters?)")
 _LOADED = re.compile(r"[Ll]oad(?:s|ed)? checkpoint from (?:\w+ path: )?(\S+)")
 _DUMPS = (
     ("Environment info:", "env"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bevctl.runs.collect import Collector
-from bevctl.runs.layout import LayoutCache, Row, numbers
+from bevctl.runs.layout import LayoutCache, Row, is_count, numbers
 from bevctl.runs.readers.clock import Clock
 from bevctl.runs.readers.epochs import Epochs
 from bevctl.runs.readers.header import limits_of, parse_env, set_config
@@ -57,7 +57,7 @@ class MmcvJson:
         if mode is None:
             return self._meta(item, number)
         epoch, inner = item.pop("epoch", None), item.pop("iter", None)
-        if type(epoch) is not int or type(inner) is not int:
+        if not is_count(epoch) or not is_count(inner):
             return False
         if mode == "val":
             self._scores(epoch, item)
@@ -85,7 +85,7 @@ class MmcvJson:
             name: value for name, value in item.items() if name not in ("config", "env_info", "hook_msgs")
         }
         epoch, iteration = item.get("epoch"), item.get("iter")
-        if type(epoch) is int and type(iteration) is int and epoch > 0 and iteration > 0:
+        if is_count(epoch) and is_count(iteration) and epoch and iteration:
             self._epochs.resumed(iteration)
             self._out.log.iters_per_epoch = iteration // epoch if iteration % epoch == 0 else None
             self._out.begin("resume", f"Resumed after epoch {epoch}, iteration {iteration}", where, **_scaler(item))

@@ -14,11 +14,11 @@ from bevctl.runs.readers.train_lines import LONGEST_LINE, TrainLines
 _STAMP = r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[,.]\d{3})"
 _PREFIX = (
     rf"(?:{_STAMP}(?: - \S+ - [A-Z]+ - | \| [^|]+\| *[A-Z]+ *\| ))?"
-    r"(?:Epoch \[(\d+)\]\[ *(\d+)/(\d+)\]|Iter \[ *(\d+)/(\d+)\])\s+(?=\S)"
+    r"(?:Epoch \[(\d{1,9})\]\[ *(\d{1,9})/(\d{1,9})\]|Iter \[ *(\d{1,12})/(\d{1,12})\])\s+(?=\S)"
 )
 _TRAIN = re.compile(_PREFIX, re.ASCII)
 _MESSAGE = re.compile(rf"{_STAMP}(?: - \S+ - ([A-Z]+) - ?| \| [^|]+\| *([A-Z]+) *\| )(.*)", re.ASCII)
-_SCORES = re.compile(r"(?:Epoch\(val\) \[(\d+)\]\[\d+\]|Iter\(val\) \[\d+\])\s+(.*)", re.ASCII)
+_SCORES = re.compile(r"(?:Epoch\(val\) \[(\d{1,9})\]\[\d+\]|Iter\(val\) \[\d+\])\s+(.*)", re.ASCII)
 _STAMP_INSIDE = re.compile(_STAMP + r"(?= - | \| )", re.ASCII)
 _PART_OF_LINE = re.compile(r"[\w./@\[\]:,+\- \t]+", re.ASCII)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bevctl.runs.collect import Collector
-from bevctl.runs.layout import LayoutCache, Row, numbers
+from bevctl.runs.layout import LayoutCache, Row, is_count, numbers
 from bevctl.runs.readers.clock import Clock
 from bevctl.runs.readers.json_lines import decode_object, other_line
 from bevctl.runs.readers.names import scores
@@ -48,13 +48,13 @@ class MmengineJson:
     def _item(self, item: dict[str, Any]) -> bool:
         step, epoch = item.pop("step", None), item.pop("epoch", None)
         item.pop("iter", None)  # the same as step, where it is
-        if type(step) is not int:
+        if not is_count(step):
             return False
         if epoch is None and "lr" not in item and "loss" not in item:
             self._scores(step, item)
             return True
         layout, values = self._layouts.of_items(item)
-        self._text.step(Row(layout, values, epoch if type(epoch) is int else 1, step, None))
+        self._text.step(Row(layout, values, epoch if is_count(epoch) else 1, step, None))
         return True
 
     def _scores(self, step: int, item: dict[str, Any]) -> None:

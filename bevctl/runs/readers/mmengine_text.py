@@ -13,11 +13,14 @@ from bevctl.runs.readers.train_lines import TrainLines
 _STAMP = r"((?:\d{4}/)?\d\d/\d\d \d\d:\d\d:\d\d) - "
 _PREFIX = (
     rf"(?:{_STAMP}\S+ - [A-Z]+ - )?"
-    r"(?:Epoch\(train\) +\[ *(\d+)\]\[ *(\d+)/ *(\d+)\]|Iter\(train\) +\[ *(\d+)/ *(\d+)\])\s+(?=\S)"
+    r"(?:Epoch\(train\) +\[ *(\d{1,9})\]\[ *(\d{1,9})/ *(\d{1,9})\]|Iter\(train\) +\[ *(\d{1,12})/ *(\d{1,12})\])"
+    r"\s+(?=\S)"
 )
 _TRAIN = re.compile(_PREFIX, re.ASCII)
 _MESSAGE = re.compile(rf"{_STAMP}\S+ - ([A-Z]+) - ?(.*)", re.ASCII)
-_SCORES = re.compile(r"(?:Epoch|Iter)\((?:val|test)\) +(?:\[ *(\d+)\])?\[ *(\d+)/ *(\d+)\]\s+(.*)", re.ASCII)
+_SCORES = re.compile(
+    r"(?:Epoch|Iter)\((?:val|test)\) +(?:\[ *(\d{1,9})\])?\[ *(\d{1,12})/ *(\d{1,12})\]\s+(.*)", re.ASCII
+)
 
 
 def stamp(line: str, clock: Clock) -> float | None:

@@ -14,15 +14,15 @@ from bevctl.runs.records import StepRecord
 _MESSAGE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3})\s+([A-Z]+)\s\s?(.*)", re.ASCII)
 _NUMBER = r"(-?[\d.]+(?:e[+-]?\d+)?|-?nan|-?inf)"
 _TRAIN = re.compile(
-    r"Train: +(\d+)/(\d+) \( *\d+%\) \[ *(\d+)/(\d+) \( *\d+%\)\] +"
+    r"Train: +(\d{1,9})/(\d{1,9}) \( *\d+%\) \[ *(\d{1,9})/(\d{1,9}) \( *\d+%\)\] +"
     rf"Loss: {_NUMBER} \({_NUMBER}\) +LR: {_NUMBER} +"
-    r"Time cost: [\d:]+/[\d:]+ \[[\d:]+/([\d:]+)\] +Acc_iter (\d+) +"
+    r"Time cost: [\d:]+/[\d:]+ \[[\d:]+/([\d:]{1,20})\] +Acc_iter (\d{1,12}) +"
     rf"Data time: {_NUMBER}\({_NUMBER}\) +Forward time: {_NUMBER}\({_NUMBER}\) +Batch time: {_NUMBER}\({_NUMBER}\)",
     re.ASCII,
 )
-_GPU = re.compile(r"\[\d+\] .*\| *-?\d+.C, *(\d+) % \| *(\d+) / *\d+ MB", re.ASCII)
+_GPU = re.compile(r"\[\d+\] .*\| *-?\d+.C, *(\d{1,9}) % \| *(\d{1,9}) / *\d+ MB", re.ASCII)
 _OPTION = re.compile(r"(\w+) +(\S.*)", re.ASCII)
-_EVALUATED = re.compile(r"\*+ *Performance of EPOCH (\d+)", re.ASCII)
+_EVALUATED = re.compile(r"\*+ *Performance of EPOCH (\d{1,9})", re.ASCII)
 _SCORE = re.compile(rf"([\w@.]+): {_NUMBER}$", re.ASCII)
 _CHECKPOINT = re.compile(r"==> Loading parameters from checkpoint (\S+)", re.ASCII)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from bevctl.runs.collect import Collector
-from bevctl.runs.layout import Layout, Row, is_loss
+from bevctl.runs.layout import Layout, Row, is_count, is_loss, is_moment
 from bevctl.runs.readers.names import scores
 from bevctl.runs.readers.text import Place
 
@@ -181,7 +181,7 @@ class EventFiles:
             for data in frames(file):
                 whole += len(data) + _FRAME
                 event = parse_event(data)
-                if event is not None:
+                if event is not None and is_count(event.step):
                     self._take(event)
         if whole < path.stat().st_size:
             self._out.note(f"{path.name} was read up to byte {whole}: what follows is damaged or not complete yet.")
@@ -192,7 +192,7 @@ class EventFiles:
             self.finish()
             self._step = event.step
         self._values |= event.values
-        if math.isfinite(event.time):
+        if is_moment(event.time):
             self._time = event.time
 
     def finish(self) -> None:
