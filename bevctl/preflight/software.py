@@ -133,7 +133,7 @@ def one_mmcv(context: Context, environment: Environment) -> Outcome:
     flavours = [name for name in MMCV_FLAVOURS if name in environment.packages]
     level = "fail" if is_foreign_run(context) else "warn"
     if not flavours:
-        return _no_mmcv(context)
+        return _no_mmcv(context, environment)
     found = ", ".join(f"{name} {environment.packages[name]['version']}" for name in flavours)
     pip = f"{environment.executable} -m pip"
     if len(flavours) > 1:
@@ -150,10 +150,12 @@ def one_mmcv(context: Context, environment: Environment) -> Outcome:
     return passed(found)
 
 
-def _no_mmcv(context: Context) -> Outcome:
-    if context.foreign is not None:
+def _no_mmcv(context: Context, environment: Environment) -> Outcome:
+    if not is_foreign_run(context):
+        return skipped("mmcv is not installed, and the bundled engine does not use it")
+    if context.foreign is not None or environment.packages.keys() & {"mmdet", "mmdet3d"}:
         return failed("none of mmcv, mmcv-full, mmcv-lite", "Install the mmcv that this project's README names.")
-    return skipped("mmcv is not installed, and the bundled engine does not use it")
+    return skipped("mmcv is not installed, nor is anything that needs it")
 
 
 def _at_level(level: str, found: str, fix: str) -> Outcome:
