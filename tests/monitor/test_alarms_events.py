@@ -23,8 +23,8 @@ def failure(cause: str, message: str, iteration: int | None = 500, **data: Any) 
     [
         ("cuda_oom", "MEM002"),
         ("host_oom", "MEM003"),
-        ("worker_killed", "DATA002"),
-        ("shared_memory", "DATA002"),
+        ("worker_killed", "LOAD002"),
+        ("shared_memory", "LOAD002"),
         ("disk_full", "DISK002"),
         ("nccl_timeout", "RUN004"),
         ("segfault", "RUN002"),
@@ -43,7 +43,7 @@ def test_failures_become_alarms_with_their_meaning(cause: str, id: str) -> None:
 def test_what_a_failure_dragged_along_is_evidence_and_no_alarm_of_its_own() -> None:
     dragged = failure("worker_exited", "worker exited", role="consequence")
     report = judge(make_log(10, healthy(10), events=[failure("worker_killed", "worker killed", count=3), dragged]))
-    assert found(report) == {"DATA002": "fail"}
+    assert found(report) == {"LOAD002": "fail"}
     assert report.alarms[0].title == "worker killed (3 times)"
     assert any(evidence.what == "dragged along: worker exited" for evidence in report.alarms[0].evidence)
 

@@ -18,7 +18,7 @@ def noisy(level: np.ndarray | float, records: int = 100, scatter: float = 0.02) 
     return level * (1 + scatter * GENERATOR.standard_normal(records))
 
 
-@pytest.mark.parametrize(("data", "alarms"), [(0.05, {}), (0.14, {}), (0.3, {"DATA001": "warn"})])
+@pytest.mark.parametrize(("data", "alarms"), [(0.05, {}), (0.14, {}), (0.3, {"LOAD001": "warn"})])
 def test_share_of_time_spent_waiting_for_data(data: float, alarms: dict[str, str]) -> None:
     assert judged(data_time_s=data) == alarms
 

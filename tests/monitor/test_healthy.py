@@ -19,9 +19,9 @@ from tests.monitor.runs import Values, judge, loud, make_log
 LOGS = Path(__file__).parents[2].parent / "shared" / "logs"
 HEALTHY = ("01_", "03_", "16_", "17_", "18_mmcv_pointpillars_20220821_233842", "19_", "23_", "30_", "35_", "36_")
 TROUBLE = {
-    "06_": {"DATA002": "fail"},
+    "06_": {"LOAD002": "fail"},
     "09_": {"RUN002": "fail", "TASK001": "warn"},
-    "11_": {"TASK001": "warn", "DATA001": "warn", "EVAL002": "warn"},
+    "11_": {"TASK001": "warn", "LOAD001": "warn", "EVAL002": "warn"},
     "14_": {"NAN001": "warn", "LOSS001": "warn"},
     "21_": {"CKPT001": "fail", "RUN002": "fail"},
     "31_": {"TIME002": "warn"},

@@ -1,1 +1,1 @@
-"""Alarms: what each means and how it is decided. To add one, write a rule and give it a line in `table.ALARMS`."""
+"""Alarms: one file a family. To add one: a rule, its line in `table.ALARMS`, its text in bevctl/explain/alarms.yaml."""

@@ -17,7 +17,7 @@ BY_HAND = ("interrupted", "time_limit")
 CAUSES = {
     "MEM002": ("cuda_oom",),
     "MEM003": ("host_oom", "killed"),
-    "DATA002": ("worker_killed", "shared_memory", "worker_exited"),
+    "LOAD002": ("worker_killed", "shared_memory", "worker_exited"),
     "DISK002": ("disk_full",),
     "NAN005": ("nonfinite_input",),
     "RUN004": (
