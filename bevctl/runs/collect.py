@@ -11,6 +11,7 @@ from bevctl.runs.window import Window
 
 CLOCK_SLACK_S = 60.0
 """Clocks are corrected by less than this all the time."""
+_LEFT_OUT = "The last line is not complete yet and was left out."
 _MAX_EVENTS = 5000
 _MAX_VALIDATIONS = 5000
 
@@ -86,6 +87,7 @@ class Collector:
 
     def begin(self, kind: str, message: str, where: str = "", **data: Any) -> None:
         """A run starts (`start`) or goes on (`resume`) in the lines that follow."""
+        self._skipped = 0 if kind == "start" else self._skipped
         opened = self._opened
         if opened is not None and (opened.kind, opened.message) == (kind, message):
             opened.data.update(data)
@@ -116,7 +118,11 @@ class Collector:
 
     def left_out(self) -> None:
         """Notes that the last line was not read, as half of it is missing."""
-        self.note("The last line is not complete yet and was left out.")
+        self.note(_LEFT_OUT)
+
+    def go_on(self) -> None:
+        """More lines follow, so what was left out is read after all."""
+        self.log.notes = [note for note in self.log.notes if note != _LEFT_OUT]
 
     # --- order and time ----------------------------------------------------------------------------------------------
 

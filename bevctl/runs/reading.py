@@ -111,6 +111,7 @@ class Reading:
     def read(self, modified: float) -> RunLog:
         """All that the window needs; when it was read before, what was added since. Raises OSError."""
         if self._parts:
+            self._out.go_on()
             self._parts[-1].go_on(self.log)
         else:
             for path in self.log.files:

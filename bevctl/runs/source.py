@@ -1,12 +1,9 @@
-"""Where a run's records come from: one log file, or a folder with the files of one run.
-
-source = open_source("work_dirs/run")
-log = source.read(since=time.time() - 3600)
-"""
+"""Where a run's records come from: one log file, or a folder with the files of one run."""
 
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -142,7 +139,9 @@ class Source:
         modified = path.stat().st_mtime
         captured = self._reading(path, [path], name, window, modified).read(modified)
         known = {event.message for event in log.events}
-        log.events += [event for event in captured.events if event.kind == FAILURE and event.message not in known]
+        failures = [event for event in captured.events if event.kind == FAILURE and event.message not in known]
+        if failures:
+            log.events = sorted(log.events + failures, key=lambda event: math.inf if event.time is None else event.time)
 
 
 @contextmanager

@@ -77,6 +77,7 @@ def test_every_failure_is_named(tmp_path: Path, line: str, cause: str) -> None:
         "x.py:3: UserWarning: retrying after Connection reset by peer",
         "  RuntimeError: indented, so part of something else",
         "The Killed Game",
+        "A shape mismatch is normal here, and so is a Broken pipe.",
         "",
         mmcv_message(1, "caught MemoryError, went on"),
     ],

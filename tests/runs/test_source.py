@@ -97,6 +97,7 @@ def test_what_is_added_is_read_and_nothing_twice(tmp_path: Path, monkeypatch: py
             fresh.unknown_lines,
             fresh.last_line,
         )
+        assert grown.notes == fresh.notes
     assert fresh.records == 40
     before = sum(read)
     source.read()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from bevctl.runs.collect import Collector
@@ -20,6 +21,7 @@ from bevctl.runs.readers import (
     openpcdet,
 )
 from bevctl.runs.readers.clock import Clock
+from bevctl.runs.readers.openmmlab_text import Grammar, OpenMMLabText
 from bevctl.runs.readers.text import Place
 
 
@@ -53,11 +55,15 @@ class Reader:
     """Unix time of a line that has one; None for formats without clock times."""
 
 
+def _openmmlab(grammar: Grammar) -> Reader:
+    return Reader(grammar.recognises, partial(OpenMMLabText, grammar=grammar), grammar.stamp)
+
+
 READERS = {
     "bevctl": Reader(bevctl_jsonl.recognises, bevctl_jsonl.BevctlLines, bevctl_jsonl.stamp),
-    "mmcv-text": Reader(mmcv_text.recognises, mmcv_text.MmcvText, mmcv_text.stamp),
+    "mmcv-text": _openmmlab(mmcv_text.GRAMMAR),
     "mmcv-json": Reader(mmcv_json.recognises, mmcv_json.MmcvJson),
-    "mmengine-text": Reader(mmengine_text.recognises, mmengine_text.MmengineText, mmengine_text.stamp),
+    "mmengine-text": _openmmlab(mmengine_text.GRAMMAR),
     "mmengine-json": Reader(mmengine_json.recognises, mmengine_json.MmengineJson),
     "openpcdet": Reader(openpcdet.recognises, openpcdet.OpenPCDet, openpcdet.stamp),
     "generic": Reader(generic.recognises, generic.Generic, generic.stamp),

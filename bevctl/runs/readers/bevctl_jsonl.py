@@ -10,7 +10,7 @@ from bevctl.runs.collect import Collector
 from bevctl.runs.layout import LayoutCache, Row, is_count, is_moment
 from bevctl.runs.readers.clock import Clock
 from bevctl.runs.readers.events import FAILURE, describe
-from bevctl.runs.readers.json_lines import decode_object, other_line
+from bevctl.runs.readers.json_lines import decode_object
 from bevctl.runs.readers.names import scores
 from bevctl.runs.readers.text import Place, TextLog
 from bevctl.runs.records import EventRecord, StepRecord
@@ -77,7 +77,7 @@ class BevctlLines:
         for line in lines:
             item = decode_object(line)
             if item is None or not self._item(item, number):
-                other_line(self._text, line, number)
+                self._text.plain(line, number)
             number += 1
 
     def feed_torn(self, line: str, number: int) -> bool:
@@ -144,7 +144,7 @@ class BevctlLines:
             known = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
             self._out.validation(epoch, last.iter if last else None, scores(known))
         elif kind == "end" and data.get("status") == "failed":
-            found = describe(message, "Error") if describe(message) is None else describe(message)
+            found = describe(message, raised=True) or describe(message, "Error")
             if found is not None:
                 self._out.event(FAILURE, message, where, **found.data)
 

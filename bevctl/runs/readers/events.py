@@ -32,10 +32,12 @@ class Failure:
     fix: str = ""
     dragged: bool = False
     """Follows from another failure, if there is one at the same moment."""
+    raised: bool = False
+    """Only an exception or an error message tells of it: in other text the words may mean anything."""
 
 
-def _failure(pattern: str, meaning: str, fix: str = "", dragged: bool = False) -> Failure:
-    return Failure(re.compile(pattern), meaning, fix, dragged)
+def _failure(pattern: str, meaning: str, fix: str = "", dragged: bool = False, raised: bool = False) -> Failure:
+    return Failure(re.compile(pattern), meaning, fix, dragged, raised)
 
 
 FAILURES = {
@@ -71,20 +73,24 @@ FAILURES = {
         r"matrix contains invalid numeric entries|cost matrix is infeasible",
         "The Hungarian assigner got NaN or infinite costs: a late sign of NaN in the outputs of the head.",
         "Look for the first NaN before it; lower the learning rate, or train the first epoch in FP32.",
+        raised=True,
     ),
     "size_mismatch": _failure(
         r"Sizes of tensors must match|size of tensor a \(\d+\) must match|shape mismatch|mat1 and mat2 shapes",
         "Tensors of different sizes met; in evaluation most often because the batch there is not what the model takes.",
+        raised=True,
     ),
     "unused_parameters": _failure(
         r"Expected to have finished reduction in the prior iteration",
         "Some parameters got no gradient, which distributed training waits for.",
         "Give every parameter a part in the loss (a masked task too, times zero), or find unused parameters.",
+        raised=True,
     ),
     "marked_twice": _failure(
         r"marked as ready twice|mark a variable ready only once",
         "A parameter got its gradient twice: activation checkpointing together with the search for unused parameters.",
         "Use exactly one of the two.",
+        raised=True,
     ),
     "no_kernel": _failure(
         r"no kernel image is available",
@@ -101,6 +107,7 @@ FAILURES = {
         r"undefined symbol: \w+",
         "A compiled extension was built for another version of PyTorch.",
         "Install the build that matches PyTorch and CUDA.",
+        raised=True,
     ),
     "gpu_lost": _failure(
         r"GPU has fallen off the bus|uncorrectable ECC error|CUDA error: device .*unavailable|NVRM: Xid",
@@ -156,6 +163,7 @@ FAILURES = {
         r"received signal SIG(?:TERM|ABRT)|recvValue failed",
         "The other side of a connection went away.",
         dragged=True,
+        raised=True,
     ),
 }
 """By `data["cause"]`; the first whose pattern is in the text names it."""
@@ -190,17 +198,28 @@ class Found:
     data: dict[str, Any]
 
 
-def classify(text: str) -> str | None:
-    """The key of FAILURES that `text` tells of; None where it is no failure."""
+def classify(text: str, raised: bool = False) -> str | None:
+    """The key of FAILURES that `text` tells of; None where it is no failure.
+
+    Args:
+        raised: it is an exception or an error message.
+    """
     if not any(word in text for word in _WORDS):
         return None
     text = text[:4000]
-    return next((name for name, failure in FAILURES.items() if failure.pattern.search(text)), None)
+    known = (
+        name for name, failure in FAILURES.items() if (raised or not failure.raised) and failure.pattern.search(text)
+    )
+    return next(known, None)
 
 
-def describe(text: str, exception: str = "", frames: Iterable[str] = ()) -> Found | None:
-    """The failure that `text` tells of; any text is one where it is the message of an `exception`."""
-    cause = classify(f"{exception}: {text}" if exception else text)
+def describe(text: str, exception: str = "", frames: Iterable[str] = (), raised: bool = False) -> Found | None:
+    """The failure that `text` tells of; any text is one where it is the message of an `exception`.
+
+    Args:
+        raised: it is an error message, though no exception's.
+    """
+    cause = classify(f"{exception}: {text}", raised=True) if exception else classify(text, raised)
     if cause is None and not exception:
         return None
     data: dict[str, Any] = {"cause": cause or "exception"}

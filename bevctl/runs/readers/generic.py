@@ -186,7 +186,7 @@ class Generic:
                 self._out.time = time
             parsed = parse_line(line)
             if parsed is None:
-                self._text.plain(self._text.without_rank(line), number)
+                self._text.plain(line, number)
             else:
                 self._take(parsed)
             number += 1

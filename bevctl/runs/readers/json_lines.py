@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from bevctl.runs.readers.text import TextLog
-
 _decode = json.JSONDecoder().decode
 
 
@@ -19,8 +17,3 @@ def decode_object(line: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def other_line(text: TextLog, line: str, number: int) -> None:
-    """A line that is no object: a traceback, say, where a shell appended one to the log."""
-    text.plain(text.without_rank(line), number)

@@ -9,7 +9,7 @@ from bevctl.runs.layout import LayoutCache, Row, is_count, numbers
 from bevctl.runs.readers.clock import Clock
 from bevctl.runs.readers.epochs import Epochs
 from bevctl.runs.readers.header import limits_of, parse_env, set_config
-from bevctl.runs.readers.json_lines import decode_object, other_line
+from bevctl.runs.readers.json_lines import decode_object
 from bevctl.runs.readers.names import scores
 from bevctl.runs.readers.text import Place, TextLog
 
@@ -39,7 +39,7 @@ class MmcvJson:
         for line in lines:
             item = decode_object(line)
             if item is None or not self._item(item, number):
-                other_line(self._text, line, number)
+                self._text.plain(line, number)
             number += 1
 
     def feed_torn(self, line: str, number: int) -> bool:

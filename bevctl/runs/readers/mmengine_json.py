@@ -7,7 +7,7 @@ from typing import Any
 from bevctl.runs.collect import Collector
 from bevctl.runs.layout import LayoutCache, Row, is_count, numbers
 from bevctl.runs.readers.clock import Clock
-from bevctl.runs.readers.json_lines import decode_object, other_line
+from bevctl.runs.readers.json_lines import decode_object
 from bevctl.runs.readers.names import scores
 from bevctl.runs.readers.text import Place, TextLog
 
@@ -32,7 +32,7 @@ class MmengineJson:
         for line in lines:
             item = decode_object(line)
             if item is None or not self._item(item):
-                other_line(self._text, line, number)
+                self._text.plain(line, number)
             number += 1
 
     def feed_torn(self, line: str, number: int) -> bool:  # noqa: ARG002 - nothing here has a place

@@ -65,7 +65,7 @@ class OpenPCDet:
             elif (gpu := _GPU.match(line)) is not None:
                 self._gpu = {"gpu_util": float(gpu[1]), "device_memory_gib": float(gpu[2]) / 1024}
             else:
-                self._text.plain(self._text.without_rank(line), number)
+                self._text.plain(line, number)
             number += 1
 
     def feed_torn(self, line: str, number: int) -> bool:

@@ -86,7 +86,7 @@ class TextLog:
 
     def plain(self, line: str, number: int) -> None:
         """A line without a time in front."""
-        line = line[:_LONGEST_LINE]
+        line = line[:_LONGEST_LINE] if line[:1] != "[" else self.without_rank(line[:_LONGEST_LINE])
         if self._dump is not None:
             if not line.startswith(_ENDS_DUMP):
                 self._dump.add(line)
@@ -135,12 +135,10 @@ class TextLog:
     def message(self, level: str, body: str, number: int) -> None:
         """A logger's message that is not a line of numbers; the collector's time is its time."""
         self.close_dump()
-        if level in _ALARMING:
-            found = describe(body)
-            if found is not None:
-                self.failure(found, number)
-        elif self._continues_known(body, number):
-            return
+        if level not in _ALARMING:
+            self._continues_known(body, number)
+        elif (found := describe(body, raised=True)) is not None:
+            self.failure(found, number)
 
     def open_dump(self, name: str, first: str = "") -> None:
         self._dump = Dump(name)
