@@ -66,7 +66,6 @@ def command(
     stands; 3: nothing in the log to judge.
     """
     from bevctl.finding import Severity
-    from bevctl.monitor.notify import Notifier
     from bevctl.monitor.report import exit_code, expected
     from bevctl.monitor.watch import Question, Watch, read_against
 
@@ -74,16 +73,15 @@ def command(
         raise BevctlError("--once contradicts --follow and --serve.", "Leave it out.")
     ranges = expected(dict(_split(text) for text in expect))
     question = Question(since, until, from_end, ranges, read_against(against) if against else None)
-    notifier = Notifier(notify) if notify is not None else None
+    send = _notifier(notify)
     watches = [Watch(path, question) for path in runs or (_newest(console),)]
 
     def look() -> list[Report]:
         return [watch.look() for watch in watches]
 
     def tell(reports: Sequence[Report]) -> None:
-        for report in reports if notifier else ():
-            for problem in notifier.tell(report) if notifier else ():
-                console.warn(problem)
+        for problem in (problem for report in reports for problem in send(report)):
+            console.warn(problem)
         if page_file:
             _write_page(reports, page_file)
 
@@ -108,6 +106,15 @@ def _split(text: str) -> tuple[str, str]:
     if not separator or not name:
         raise BevctlError(f"--expect {text!r} is not KEY=LO:HI.", "For example --expect memory_gib=18:20.")
     return name.strip(), span
+
+
+def _notifier(target: str | None) -> Callable[[Report], list[str]]:
+    """What sends new alarms and returns what went wrong with it."""
+    if target is None:
+        return lambda _: []
+    from bevctl.monitor.notify import Notifier
+
+    return Notifier(target).tell
 
 
 def _newest(console: Console) -> Path:

@@ -63,17 +63,13 @@ def comparison(reports: Sequence[Report], width: int, plain: bool = False) -> Re
         table.add_column(Text(printable(f"{marks[index % len(marks)]} {name}")), justify="right")
     table.add_column("change", justify="right")
     table.add_row("state", *(report.state.name for report in reports), "")
-    table.add_row("precision", *(_half(report) for report in reports), "")
+    table.add_row("precision", *(wording.half(report) for report in reports), "")
     for row in differences(reports):
         table.add_row(printable(row.name), *map(wording.number, row.values), row.change)
     table.add_row("alarms", *(_alarms(report) for report in reports), "")
     curves = [Curve(*report.history.finite("loss")) for report in reports]
     lines = plot(curves, max(width - 16, 20), 12, plain)
     return Group(table, Text("\nloss over iterations\n" + "\n".join(lines) if lines else ""))
-
-
-def _half(report: Report) -> str:
-    return {True: "FP16", False: "not FP16", None: "?"}[report.precision.fp16]
 
 
 def _alarms(report: Report) -> str:

@@ -17,6 +17,8 @@ class PrecisionFacts:
     """Half precision and its loss scale; None for what the log does not tell."""
 
     fp16: bool | None
+    dtype: str | None
+    """fp16, bf16 or fp32; of another project's log fp16 or nothing."""
     loss_scale: float | None
     skipped_steps: int | None
     scale_drops: int | None
@@ -56,9 +58,12 @@ def precision_facts(log: RunLog, history: History) -> PrecisionFacts:
     _, skipped = history.finite("skipped_steps")
     told = [event for event in log.events if event.kind == "skipped_step"]
     counted = int(skipped[-1]) if len(skipped) else sum(event.data.get("count", 1) for event in told)
+    fp16 = fp16_of(log)
+    own = last_segment(log).get("precision")
     return PrecisionFacts(
-        fp16_of(log),
-        loss_scale=float(scale[-1]) if len(scale) else _told_scale(log),
+        fp16,
+        dtype=own if isinstance(own, str) else "fp16" if fp16 else None,
+        loss_scale=float(scale[-1]) if len(scale) else None if fp16 is False else _told_scale(log),
         skipped_steps=counted if len(skipped) or told else None,
         scale_drops=int((np.diff(scale) < 0).sum()) if len(scale) else None,
     )

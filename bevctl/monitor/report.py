@@ -115,18 +115,18 @@ class Report:
 
     def _progress(self) -> dict[str, Any]:
         progress = self.progress
-        goes_on = self.state.name in ("running", "stalled")
-        start = self.last_time if goes_on else None
+        is_over = self.state.name == "finished"
+        start = self.last_time if self.state.name in ("running", "stalled") else None
         return {
             "epoch": progress.epoch,
             "iter": progress.iter,
             "iters_per_epoch": progress.iters_per_epoch,
             "max_epochs": progress.max_epochs,
             "max_iters": progress.total_iters,
-            "eta_s": progress.eta_s,
+            "eta_s": 0.0 if is_over else progress.eta_s,
             "epoch_finish": [
                 {"epoch": epoch, "in_s": seconds, "time": None if start is None else iso(start + seconds)}
-                for epoch, seconds in progress.epoch_finish_s
+                for epoch, seconds in (() if is_over else progress.epoch_finish_s)
             ],
         }
 

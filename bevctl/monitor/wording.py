@@ -92,14 +92,20 @@ def speed(report: Report) -> str:
 def precision(report: Report) -> str:
     """FP16 or not, the scale and its skips, as far as the log tells."""
     facts = report.precision
-    parts = [{True: "FP16", False: "not FP16", None: ""}[facts.fp16]]
+    parts = [half(report)]
     if facts.loss_scale is not None:
         parts.append(f"loss scale {number(facts.loss_scale)}")
-    if facts.skipped_steps is not None:
+    if facts.skipped_steps is not None and facts.fp16 is not False:
         parts.append(f"{facts.skipped_steps} steps skipped")
     if facts.scale_drops:
         parts.append(f"{facts.scale_drops} drops of the scale")
     return ", ".join(part for part in parts if part)
+
+
+def half(report: Report) -> str:
+    """The number format, as far as it is known."""
+    facts = report.precision
+    return facts.dtype.upper() if facts.dtype else "not FP16" if facts.fp16 is False else ""
 
 
 def shown_metrics(history: History) -> list[str]:

@@ -95,7 +95,7 @@ def test_the_document(invoke: Invoke, log: Path) -> None:
     assert document["metrics"]["memory_gib"] == pytest.approx(
         dict.fromkeys(("last", "mean", "min", "max", "p50", "p95"), 18637 / 1024) | {"nonfinite": 0}
     )
-    assert set(document["precision"]) == {"fp16", "loss_scale", "skipped_steps", "scale_drops"}
+    assert set(document["precision"]) == {"fp16", "dtype", "loss_scale", "skipped_steps", "scale_drops"}
     assert document["validation"] == []
     assert document["alarms"] == []
 
@@ -182,7 +182,8 @@ def test_a_run_of_bevctl_and_the_newest_below_runs(
     assert "newer" in outcome.err
     assert document["source"] == {"path": str(Path("runs/newer")), "format": "bevctl", "unknown_lines": 0}
     assert document["state"] == "finished"
-    assert document["precision"] == {"fp16": True, "loss_scale": 32768.0, "skipped_steps": 1, "scale_drops": 0}
+    scale = {"loss_scale": 32768.0, "skipped_steps": 1, "scale_drops": 0}
+    assert document["precision"] == {"fp16": True, "dtype": "fp16", **scale}
     assert document["progress"]["eta_s"] == 0
     assert document["validation"][0]["metrics"]["mAP"] == 0.4
     assert [alarm["id"] for alarm in document["alarms"]] == ["NAN002"]
