@@ -226,7 +226,7 @@ class Evaluator:
         """The mapping of a call of `dict`, or of an `update`. Raises CannotResolve."""
         section = Section()
         for argument in node.args:
-            section.update(Section(self.resolve(argument)))
+            self._spread(section, argument)
         for keyword in node.keywords:
             if keyword.arg is None:
                 self._spread(section, keyword.value)

@@ -34,6 +34,8 @@ class Reading:
         self.files: list[Path] = []
         """Every file that was read, bases first."""
         self.notes: list[str] = []
+        self.imported: dict[Path, dict[str, Unresolved]] = {}
+        """File → what it imports from packages; `import *` of the file passes these names on."""
         self._open: list[Path] = []
 
     def read(self, path: Path) -> Section:
@@ -46,7 +48,9 @@ class Reading:
             raise BevctlError(f"{where} has more than {_MAX_FILES} bases.", "Give a config with fewer.")
         self._open.append(resolved)
         tree = _parse(_substituted(read_text(path), path), where)
-        values = _File(path, self, tree).values()
+        file = _File(path, self, tree)
+        values = file.values()
+        self.imported[path] = file.imported()
         self._open.pop()
         self.files.append(path)
         return values
@@ -119,6 +123,10 @@ class _File:
             self._merge_base(self._reading.read(path))
         self._run(self._tree.body)
         return merged(self._base, self._own)
+
+    def imported(self) -> dict[str, Unresolved]:
+        """Names that stand for something of a package."""
+        return {name: value for name, value in self._names.items() if isinstance(value, Unresolved)}
 
     def _merge_base(self, values: Section) -> None:
         for key in self._base.keys() & values.keys():
@@ -238,6 +246,7 @@ class _File:
                 f"{self._where}:{node.lineno}: the base {display(path)} does not exist.", "Check the name."
             )
         values = self._reading.read(path)
+        self._names.update(self._reading.imported[path])
         for alias in node.names:
             for name in values if alias.name == "*" else [alias.name]:
                 if name in values:
@@ -245,6 +254,9 @@ class _File:
                     self._base.put(name, values[name], values.origins.get(name))
 
     def _import(self, node: ast.Import | ast.ImportFrom) -> None:
+        if isinstance(node, ast.ImportFrom) and node.level:  # `if '_base_':` is an older way to say read_base()
+            self._import_base(node)
+            return
         package = f"{node.module}." if isinstance(node, ast.ImportFrom) and node.module else ""
         for alias in node.names:
             name = alias.asname or alias.name.split(".")[0]
@@ -257,9 +269,11 @@ class _File:
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
             raise CannotResolve("a call that is not followed")
         holder = self._evaluator.resolve(node.func.value)
-        if isinstance(holder, Section) and node.func.attr == "update":
-            for key, value in self._evaluator.resolve_dict(node).items():
-                holder.put(key, value, self._origin(node.lineno))
+        if isinstance(holder, Section) and node.func.attr in ("update", "merge"):
+            given = self._evaluator.resolve_dict(node)
+            changed = merged(holder, given) if node.func.attr == "merge" else given
+            for key, value in changed.items():
+                holder.put(key, value, changed.origins.get(key) or self._origin(node.lineno))
         elif isinstance(holder, list) and node.func.attr in ("append", "insert", "extend", "pop"):
             arguments = [self._evaluator.value(argument) for argument in node.args]
             getattr(holder, node.func.attr)(*arguments)

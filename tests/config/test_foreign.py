@@ -167,6 +167,20 @@ def test_mmengine_bases_may_be_imported_and_deleted(tmp_path: Path) -> None:
     assert kind.text == "mmengine.optim.AmpOptimWrapper"
 
 
+@pytest.mark.parametrize("way", ["with read_base():", "if '_base_':"])
+def test_imported_bases_pass_on_what_they_import(tmp_path: Path, way: str) -> None:
+    write(
+        tmp_path / "base.py",
+        "from mmdet3d.models import Head\nmodel = dict(a=1, head=dict(type=Head, b=2), gone=dict(c=3))\n",
+    )
+    change = "model.merge(dict(head=dict(b=5), gone=dict(_delete_=True)))\n"
+    text = f"{way}\n    from .base import *\nx = dict(type=Head)\n{change}"
+    config = read_foreign(write(tmp_path / "c.py", text))
+    assert str(lookup(config.values, "x.type")) == "mmdet3d.models.Head (imported)"
+    assert (config.get("model.a"), config.get("model.head.b"), config.get("model.gone")) == (1, 5, {})
+    assert config.notes == ()
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [
