@@ -57,13 +57,14 @@ def _infos(context: Context) -> dict[str, InfoFile]:
 
 
 @of_plan
-def info_files_present(_: Context, plan: Plan) -> Outcome:
+def info_files_present(context: Context, plan: Plan) -> Outcome:
     """DATA001: the info files that the config names are there and are not empty."""
     if not plan.info_files:
         return failed("the config names no info file that could be worked out", "Name ann_file as plain text.")
     missing = [f"{split}: {_absence(path)}" for split, path in plan.info_files.items() if _absence(path)]
     if missing:
-        return failed("; ".join(missing), _MAKE)
+        fix = _MAKE if context.foreign is None else "Make them with the project's tools, or set ann_file."
+        return failed("; ".join(missing), fix)
     return passed(", ".join(f"{display(p)} ({p.stat().st_size / 1e6:,.1f} MB)" for p in plan.info_files.values()))
 
 
