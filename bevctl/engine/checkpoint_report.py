@@ -19,7 +19,7 @@ from bevctl.engine.checkpoint import Checkpoint
 from bevctl.engine.unpickle import ForbiddenName, read_pickle
 from bevctl.errors import BevctlError
 from bevctl.finding import Evidence, Finding, Severity
-from bevctl.models.layouts import WRAPPERS, recognise
+from bevctl.models.layouts import recognise, unwrapped
 
 COMPLETE, PLAIN, FINITE, RESUMABLE, SCALER = "FILE003", "FILE004", "FILE005", "FILE007", "FILE008"
 """Ids of the findings, which are those of preflight's checks of the same matters."""
@@ -114,16 +114,10 @@ def layout_of(checkpoint: Checkpoint) -> str:
     """Whose names the entries have: bevctl, mit, mmdet3d, mmcv, mmengine or unknown."""
     if checkpoint.origin == "bevctl":
         return "bevctl"
-    names = recognise(_without_wrapper(str(key)) for key in checkpoint.state_dict)
+    names = recognise(unwrapped(str(key)) for key in checkpoint.state_dict)
     if names in ("mit", "mmdet3d"):
         return names
     return checkpoint.origin if checkpoint.origin in ("mmcv", "mmengine") else "unknown"
-
-
-def _without_wrapper(key: str) -> str:
-    while key.startswith(WRAPPERS):
-        key = key.split(".", 1)[1]
-    return key
 
 
 def _refusal(path: Path) -> Finding | None:
@@ -324,7 +318,7 @@ def _parts(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
     entries: Counter[str] = Counter()
     values: Counter[str] = Counter()
     for key, tensor in checkpoint.state_dict.items():
-        levels = _without_wrapper(str(key)).split(".")
+        levels = unwrapped(str(key)).split(".")
         prefix = ".".join(levels[:-1][:2] or levels)
         entries[prefix] += 1
         values[prefix] += tensor.numel()

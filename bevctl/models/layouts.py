@@ -59,7 +59,7 @@ def to_ours(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
     in our model (a detector's other parts, classification heads) are left out. Tensors are shared with `state` unless
     reordered.
     """
-    bare = {_unwrapped(key): value for key, value in state.items()}
+    bare = {unwrapped(key): value for key, value in state.items()}
     layout = recognise(bare)
     if layout == "mmdet3d":
         bare = {_from_mmdet3d(key): value for key, value in bare.items()}
@@ -119,7 +119,7 @@ def _renamed_decoder(key: str, names: Iterable[tuple[str, str]]) -> str:
     return ".".join(parts)
 
 
-def _unwrapped(key: str) -> str:
+def unwrapped(key: str) -> str:
     """`key` without what DistributedDataParallel and torch.compile put in front."""
     while key.startswith(WRAPPERS):
         key = key.split(".", 1)[1]

@@ -40,7 +40,7 @@ def resumed_report(context: Context) -> CheckpointReport:
 
 def _resumed(context: Context) -> tuple[CheckpointReport, list[CheckpointReport]]:
     """The report of the file that is resumed, and of those that `auto` passes over because they cannot be read."""
-    paths = _resumed_paths(context)
+    paths = _resumed_paths(context)  # before torch is imported, which is for nothing where there is no file
     from bevctl.engine.checkpoint_report import inspect_checkpoint
 
     reports: list[CheckpointReport] = []

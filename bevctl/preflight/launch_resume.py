@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from bevctl.preflight.checks import Context, Outcome, failed, passed, skipped, unknown, warned
+from bevctl.preflight.checks import Context, Outcome, passed, skipped, unknown, warned
 from bevctl.preflight.files_checkpoint import NothingToResume, resumed_report
 from bevctl.preflight.plan import Plan, of_plan
 
@@ -33,7 +33,7 @@ def check(context: Context, plan: Plan) -> Outcome:
     said = f"{checkpoint.epoch} of {plan.epochs} epochs done"
     counts_iterations = context.config is not None and context.config.train.schedule_iters is not None
     if checkpoint.epoch >= plan.epochs and not counts_iterations:
-        return failed(f"{said}: nothing is left to train", "Raise --epochs, or resume an earlier checkpoint.")
+        return warned(f"{said}: nothing is left to train", "Raise --epochs, or resume an earlier checkpoint.")
     if context.config is None:
         return _goes_on_in_mmcv(checkpoint, plan, said)
     return _goes_on_here(context.config, checkpoint, plan, said)
