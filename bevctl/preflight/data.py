@@ -337,6 +337,7 @@ CHECKS: tuple[CheckSpec, ...] = (
         map_expansion,
         required="a JSON file for each location",
         why="the map head has no ground truth without it, and the loader fails at its first sample",
+        at_start=False,
     ),
     CheckSpec(
         "DATA006",
