@@ -40,6 +40,8 @@ class Circumstances:
     gpus: tuple[Gpu, ...] = ()
     since: float | None = None
     until: float | None = None
+    recent: RunLog | None = None
+    """The last part of the run, which state and progress are told from where the window holds no record."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +134,9 @@ class Report:
 
     @property
     def last_time(self) -> float | None:
-        """Unix time of the last training record."""
-        return self.log.steps[-1].time if self.log.steps else None
+        """Unix time of the last training record, in the window or not."""
+        steps = self.log.steps or (self.moment.recent.steps if self.moment.recent else [])
+        return steps[-1].time if steps else None
 
 
 def report_on(log: RunLog, moment: Circumstances) -> Report:
@@ -144,8 +147,9 @@ def report_on(log: RunLog, moment: Circumstances) -> Report:
 
 def _report(log: RunLog, moment: Circumstances) -> Report:
     history = history_of(log.steps)
-    progress = progress_of(log, history)
-    state = state_of(log, progress, moment.now, moment.grew)
+    around = moment.recent or log
+    progress = progress_of(around, history_of(around.steps) if moment.recent else history)
+    state = state_of(around, progress, moment.now, moment.grew)
     config = _config(log)
     goes_on = state.name in ("running", "stalled")
     view = View(

@@ -92,7 +92,7 @@ def _evaluation(report: Report) -> str:
 def _metrics(report: Report, width: int, rows: int, plain: bool) -> RenderableType:
     names = wording.shown_metrics(report.history)
     if not names:
-        return Text("No training record.")
+        return Text()
     narrow = width < 90
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("metric", no_wrap=True, overflow="ellipsis")
@@ -136,7 +136,8 @@ def _gpus(report: Report) -> Table:
 def _alarms(report: Report, full: bool, plain: bool) -> RenderableType:
     alarms = report.alarms
     if not alarms:
-        told = "no alarm" if report.status == "pass" else "nothing in the log to judge"
+        empty = "no training record in this window" if report.moment.recent else "nothing in the log to judge"
+        told = "no alarm" if report.status == "pass" else empty
         return Text(f"\n{told}\n", style="green" if report.status == "pass" else "yellow")
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)

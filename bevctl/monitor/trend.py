@@ -43,7 +43,8 @@ def _level(value: float, low: float, high: float, levels: int) -> int:
     """0 at `low` and below, levels - 1 at `high` and above; the middle where all are equal."""
     if not high > low:
         return levels // 2 - 1
-    return round(min(max((value - low) / (high - low), 0.0), 1.0) * (levels - 1))
+    share = (value / 2 - low / 2) / (high / 2 - low / 2)  # halves, as the difference of two floats may be none
+    return round(min(max(share, 0.0), 1.0) * (levels - 1))
 
 
 @dataclass(frozen=True)

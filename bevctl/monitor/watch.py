@@ -11,6 +11,7 @@ from pathlib import Path
 from bevctl.config.span import Span
 from bevctl.monitor.gpus import Gpu, live_gpus
 from bevctl.monitor.report import Circumstances, Report, report_on
+from bevctl.monitor.state import DAY_S
 from bevctl.runs.records import RunLog
 from bevctl.runs.source import Source, open_source
 from bevctl.runs.window import parse_moment
@@ -53,6 +54,7 @@ class Watch:
             gpus=self._gpus(log),
             since=since,
             until=until,
+            recent=self._recent(log, since, until),
         )
         return report_on(log, moment)
 
@@ -64,6 +66,13 @@ class Watch:
         reference = now if end is None else end
         since, until = (None if text is None else parse_moment(text, reference) for text in (asked.since, asked.until))
         return since, until
+
+    def _recent(self, log: RunLog, since: float | None, until: float | None) -> RunLog | None:
+        """The last day of the run, where the window asked for holds nothing of it."""
+        end = self.source.last_time() if until is None else until
+        if log.steps or end is None or (since is None and until is None):
+            return None
+        return self.source.read(end - DAY_S, until)
 
     def _note_growth(self) -> None:
         sizes = tuple(path.stat().st_size for path in self.source.files if path.exists())

@@ -164,6 +164,8 @@ def test_windows_count_back_from_now_or_from_the_end(invoke: Invoke, log: Path) 
     assert invoke("monitor", str(log), "--since", "5m", "--json").document["window"]["records"] in (9, 10)
     ends = invoke("monitor", str(log), "--since", "5m", "--from-end", "--json").document["window"]
     assert ends["records"] == 11
+    nothing = invoke("monitor", str(log), "--since", "10s", "--json")
+    assert (nothing.code, nothing.document["state"], nothing.document["progress"]["iter"]) == (3, "running", 2000)
     earlier = invoke("monitor", str(log), "--until", "5m", "--json").document["window"]["records"]
     assert earlier in (30, 31)
 

@@ -88,6 +88,17 @@ def test_a_process_that_is_gone_died_without_a_word() -> None:
     os.waitpid(gone, 0)
     assert at(own("running", pid=gone, host=here), 1) == "died"
     assert at(own("running", pid=gone, host="elsewhere"), 1) == "running"
+    report = judge(own("running", pid=gone, host=here))
+    assert found(report) == {"RUN005": "fail"}
+    assert "is gone and wrote no end" in report.alarms[0].title
+
+
+def test_a_window_without_a_record_does_not_hide_where_the_run_stands() -> None:
+    whole = make_log(40, healthy(40), max_iters=9000, ends=NOW - 3 * 86400)
+    nothing = make_log(0, {}, last_time=None)
+    report = judge(nothing, since=NOW - 3600, recent=whole)
+    assert (report.state.name, report.progress.iter, report.status) == ("ended", 2000, "unknown")
+    assert report.state.why.startswith("stopped at iteration 2000 of 9000")
 
 
 def test_before_the_first_record() -> None:

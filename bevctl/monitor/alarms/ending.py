@@ -62,6 +62,20 @@ def ended(view: View) -> Iterator[Trouble]:
         )
 
 
+def died(view: View) -> Iterator[Trouble]:
+    """The run is dead, and no failure in its log says why."""
+    if view.state.name == "died" and view.state.failure is None and not view.events("failure"):
+        yield Trouble(
+            Severity.FAIL,
+            f"The run died: {view.state.why}",
+            (Evidence("last line", view.log.last_line[:LINE]),),
+            "What ended it is not in its files: the out-of-memory killer, the batch system or a signal leaves no word "
+            "there. A run that stopped on non-finite numbers says so.",
+            "Look at the launcher's output and at dmesg; resume from the last checkpoint.",
+            view.progress.iter,
+        )
+
+
 def failures_of(*causes: str) -> Callable[[View], Iterator[Trouble]]:
     """The rule for failures of these causes."""
 

@@ -20,6 +20,8 @@ PROBES = 8
 """How many times more often than by growth alone a healthy run may overflow; windows that hold one are counted."""
 RECORDS_IN_A_ROW, ITERATIONS_IN_A_ROW = 5, 60
 """Non-finite records in a row, of so many iterations at least, that no search for a scale explains."""
+DEVIATIONS = 5.0
+"""Standard deviations of a count that chance does not reach."""
 RECENT = 40
 LEAST_BAD = 5
 """Records that may be not finite by chance whatever their share."""
@@ -132,15 +134,17 @@ class Overflows:
     """Records whose gradient norm is not finite while the loss is."""
 
     bad: Mask
-    settled: int
-    """How many of them are not right after a start."""
     recent: float
-    """Share of them among the recent settled records."""
+    """Share of them among the recent settled records; 0 for a few, whatever their share."""
     early: float
     """Share of them in the first half of the settled records."""
     late: float
+    by_growth: float
+    """Share that growth of the loss scale makes."""
     allowed: float
-    """Share that growth of the loss scale explains."""
+    """Share that it may still explain."""
+    half: int
+    """Settled records in a half."""
     in_a_row: int
     """How many stand at the end."""
     too_many_in_a_row: int
@@ -151,8 +155,13 @@ class Overflows:
 
     @property
     def is_frequent(self) -> bool:
-        rising = self.late > max(4 * self.early, 0.9 * self.allowed)
-        return self.settled >= LEAST_BAD and (self.recent > self.allowed or rising)
+        return self.recent > self.allowed or self.is_rising
+
+    @property
+    def is_rising(self) -> bool:
+        """Whether the second half has more of them than chance makes of the first half's share, or of growth alone."""
+        expected = self.half * max(self.early, self.by_growth)
+        return self.half * self.late > expected + DEVIATIONS * math.sqrt(expected) + 1
 
 
 def overflows(view: View) -> Overflows | None:
@@ -167,11 +176,12 @@ def overflows(view: View) -> Overflows | None:
     recent = settled[-RECENT:]
     return Overflows(
         bad,
-        settled=int(settled.sum()),
-        recent=float(recent.mean()) if len(recent) >= 10 else 0.0,
+        recent=float(recent.mean()) if len(recent) >= 10 and recent.sum() >= LEAST_BAD else 0.0,
         early=float(settled[:half].mean()) if half else 0.0,
         late=float(settled[half:].mean()) if half else 0.0,
+        by_growth=min(interval / GROWTH_INTERVAL, 1.0),
         allowed=float(np.clip(PROBES * interval / GROWTH_INTERVAL, 0.05, BAD_SHARE)),
+        half=half,
         in_a_row=_trailing(bad),
         too_many_in_a_row=max(RECORDS_IN_A_ROW, math.ceil(ITERATIONS_IN_A_ROW / interval)),
     )

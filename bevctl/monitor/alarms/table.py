@@ -59,6 +59,7 @@ ALARMS: dict[str, Rule] = {
     "RUN002": ending.other_failures,
     "RUN003": ending.ended,
     "RUN004": failures_of(*CAUSES["RUN004"]),
+    "RUN005": ending.died,
 }
 """What finds each alarm; `bevctl explain ID` says how it is decided."""
 
