@@ -143,15 +143,13 @@ def _parts(report: Report) -> str:
     if len(history.losses) < 2:
         return ""
     tasks = by_task(history.losses)
-    groups: dict[str, list[str]] = {name: parts for name, parts in tasks.items() if len(parts) > 1}
+    groups: dict[str, list[str]] = {f"losses of {task}": parts for task, parts in tasks.items() if len(parts) > 1}
     groups |= {"other losses": [parts[0] for parts in tasks.values() if len(parts) == 1]}
     figures = []
-    for task, names in groups.items():
+    for title, names in groups.items():
         largest = sorted(names, key=lambda name: -_size(history, name))[:COLOURS]
         more = f", the {COLOURS} largest of {len(names)}" if len(names) > COLOURS else ""
-        figures.append(
-            figure(printable(f"losses of {task}{more}"), "", [_line(name, history, name) for name in largest])
-        )
+        figures.append(figure(printable(f"{title}{more}"), "", [_line(name, history, name) for name in largest]))
     return "".join(figures)
 
 

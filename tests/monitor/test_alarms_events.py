@@ -40,6 +40,13 @@ def test_failures_become_alarms_with_their_meaning(cause: str, id: str) -> None:
     assert report.state.name == "died"
 
 
+@pytest.mark.parametrize(("tried", "told"), [(1.1, True), (9.0, False)])
+def test_memory_that_was_free_in_pieces(tried: float, told: bool) -> None:
+    sizes: dict[str, Any] = {"tried_gib": tried, "allocated_gib": 14.2, "reserved_gib": 21.9}
+    report = judge(make_log(10, healthy(10), events=[failure("cuda_oom", "out of memory", **sizes)]))
+    assert any("7.7 GiB were reserved and free" in evidence.what for evidence in report.alarms[0].evidence) is told
+
+
 def test_what_a_failure_dragged_along_is_evidence_and_no_alarm_of_its_own() -> None:
     dragged = failure("worker_exited", "worker exited", role="consequence")
     report = judge(make_log(10, healthy(10), events=[failure("worker_killed", "worker killed", count=3), dragged]))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from bevctl.finding import Evidence, Severity
 from bevctl.monitor.state import span
@@ -107,6 +108,7 @@ def _failures(view: View, events: list[EventRecord]) -> Iterator[Trouble]:
     times = sum(event.data.get("count", 1) for event in events)
     evidence = [Evidence(first.where or "log", first.message)]
     evidence += [Evidence("traceback", frame) for frame in data.get("frames", [])[-2:]]
+    evidence += _fragmentation(data)
     evidence += [Evidence(e.where or "log", f"dragged along: {e.message}") for e in dragged[:4]]
     by_hand = data.get("cause") in BY_HAND
     yield Trouble(
@@ -117,6 +119,19 @@ def _failures(view: View, events: list[EventRecord]) -> Iterator[Trouble]:
         data.get("fix") or None,
         first.iter,
     )
+
+
+def _fragmentation(data: Mapping[str, Any]) -> Iterator[Evidence]:
+    """Memory that PyTorch held and could not use, where it would have been enough."""
+    if not {"reserved_gib", "allocated_gib", "tried_gib"} <= data.keys():
+        return
+    free, tried = data["reserved_gib"] - data["allocated_gib"], data["tried_gib"]
+    if free > tried:
+        yield Evidence(
+            "memory",
+            f"{free:.1f} GiB were reserved and free, in pieces too small for {tried:.2f} GiB: "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True makes them usable",
+        )
 
 
 def _same_moment(event: EventRecord, cause: EventRecord) -> bool:
