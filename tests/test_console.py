@@ -229,3 +229,33 @@ def test_quiet_progress_says_nothing() -> None:
         progress.describe("still")
         progress.advance(2)
     assert text_of(console.stderr) == ""
+
+
+def test_several_documents_take_a_line_each() -> None:
+    stream = io.StringIO()
+    console = Console(stream, io.StringIO(), json=True)
+    for number in (1, 2):
+        console.document("monitor", {"number": number, "deep": {"list": [1, 2]}}, one_line=True)
+    assert [json.loads(line)["number"] for line in stream.getvalue().splitlines()] == [1, 2]
+
+
+@pytest.mark.parametrize(("encoding", "blocks"), [("utf-8", True), ("ascii", False), ("latin-1", False)])
+def test_block_characters_where_the_encoding_has_them(encoding: str, blocks: bool) -> None:
+    assert Console(io.TextIOWrapper(io.BytesIO(), encoding=encoding), io.StringIO()).draws_blocks is blocks
+
+
+def test_a_picture_needs_a_terminal_on_stdout() -> None:
+    assert not Console(io.StringIO(), Terminal()).can_redraw
+    assert Console(Terminal(), io.StringIO()).can_redraw
+    assert not Console(Terminal(), io.StringIO(), json=True).can_redraw
+
+
+def test_a_picture_is_replaced_and_the_terminal_put_back() -> None:
+    terminal = Terminal()
+    with Console(terminal, io.StringIO()).redrawn() as picture:
+        assert min(picture.size) > 0
+        picture.show("first")
+        picture.show("second")
+    text = terminal.getvalue()
+    assert text.startswith("\x1b[?1049h")
+    assert text.index("first") < text.index("second") < text.index("\x1b[?1049l")

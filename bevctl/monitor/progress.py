@@ -54,7 +54,8 @@ def progress_of(log: RunLog, history: History) -> Progress:
     last = log.steps[-1] if log.steps else None
     total = _total(log)
     iter_time = _recent_median(history, "iter_time_s") or _time_by_clock(log.steps)
-    evaluation = _evaluation_s(log)
+    lengths = evaluation_lengths(log)
+    evaluation = float(np.median(lengths)) if lengths else None
     left = None if total is None or last is None else max(total - last.iter, 0)
     finish = _finish(log, last, total, iter_time, evaluation)
     length = _epoch_length(log)
@@ -108,17 +109,17 @@ def _time_by_clock(steps: Sequence[StepRecord]) -> float | None:
     return float(np.median(rates)) if len(rates) else None
 
 
-def _evaluation_s(log: RunLog) -> float | None:
-    """Median time from the last training record before an evaluation to its scores."""
+def evaluation_lengths(log: RunLog) -> list[float]:
+    """Seconds from the last training record before each evaluation to its scores; none without clock times."""
     if log.time_estimated:
-        return None
+        return []
     times = np.array([step.time for step in log.steps if step.time is not None])
     lengths = []
     for validation in log.validations:
         before = times[times <= validation.time] if validation.time is not None else times[:0]
         if validation.time is not None and len(before):
-            lengths.append(validation.time - before[-1])
-    return float(np.median(lengths)) if lengths else None
+            lengths.append(float(validation.time - before[-1]))
+    return lengths
 
 
 def _finish(

@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from bevctl.monitor.progress import Progress
+from bevctl.monitor.progress import Progress, evaluation_lengths
 from bevctl.runs.records import EventRecord, RunLog
 
 DAY_S = 86400.0
@@ -145,8 +143,8 @@ def silence_limit(log: RunLog, progress: Progress) -> float:
     usual = (progress.iter_time_s or 0.0) * (log.interval or 1)
     limit = max(LEAST_SILENCE_S, USUAL_LINES * usual)
     if _is_evaluating(log, progress):
-        longest = _longest_pause(log)
-        return max(limit, UNKNOWN_EVALUATION_S if longest is None else 3 * longest)
+        known = evaluation_lengths(log)
+        return max(limit, 3 * max(known) if known else UNKNOWN_EVALUATION_S)
     return limit
 
 
@@ -158,17 +156,6 @@ def _is_evaluating(log: RunLog, progress: Progress) -> bool:
         return False
     at_end = bool(progress.iters_per_epoch) and last.iter % (progress.iters_per_epoch or 1) == 0
     return at_end or "checkpoint" in since or "Saving checkpoint" in log.last_line
-
-
-def _longest_pause(log: RunLog) -> float | None:
-    """The longest time from a training record to the scores of an evaluation; None where there was none."""
-    times = np.array([step.time for step in log.steps if step.time is not None])
-    pauses = []
-    for validation in log.validations:
-        before = times[times <= validation.time] if validation.time is not None else times[:0]
-        if validation.time is not None and len(before):
-            pauses.append(float(validation.time - before[-1]))
-    return max(pauses) if pauses else None
 
 
 def _is_live(log: RunLog) -> bool:
