@@ -43,6 +43,8 @@ class History:
     """Which records have the metric."""
     losses: tuple[str, ...] = ()
     """Names of the parts of the loss, statistics that are logged beside them left out."""
+    interval: float = 1.0
+    """Iterations that a record stands for; of a long log only every n-th record is here."""
 
     def __len__(self) -> int:
         return len(self.iters)
@@ -67,37 +69,31 @@ class History:
         kept = np.isfinite(values)
         return self.iters[kept], values[kept]
 
-    def interval(self) -> float:
-        """Iterations a record stands for; 1 where that cannot be told."""
-        steps = np.diff(self.iters)
-        steps = steps[steps > 0]
-        return float(np.median(steps)) if len(steps) else 1.0
-
     def rows(self, kept: Mask) -> History:
         """The records that `kept` marks."""
         values = {name: column[kept] for name, column in self.values.items()}
         logged = {name: mask[kept] for name, mask in self.logged.items()}
-        return History(self.iters[kept], self.epochs[kept], values, logged, self.losses)
+        return History(self.iters[kept], self.epochs[kept], values, logged, self.losses, self.interval)
 
     def after(self, iteration: float) -> History:
         """The records later than `iteration`."""
         return self.rows(self.iters > iteration)
 
     def windows(self, name: str) -> tuple[Column, Column]:
-        """Last iteration and median of the finite values, for windows of about WINDOW_ITERS iterations.
+        """Last iteration and median of the finite values, of as many records as make WINDOW_ITERS iterations.
 
         A log whose records are such windows already is given as it is.
         """
         iters, values = self.finite(name)
-        step = round(WINDOW_ITERS / self.interval())
+        step = round(WINDOW_ITERS / self.interval)
         if step <= 1 or not len(values):
             return iters, values
         ends = np.append(np.arange(step, len(values), step), len(values))
         return iters[ends - 1], np.array([np.median(values[max(end - step, 0) : end]) for end in ends])
 
 
-def history_of(records: Sequence[StepRecord]) -> History:
-    """The history of `records`, which are of training."""
+def history_of(records: Sequence[StepRecord], interval: float | None = None) -> History:
+    """The history of `records`, which are of training and stand for `interval` iterations each."""
     parts = dict.fromkeys(name for record in records for name in record.losses)
     extra = dict.fromkeys(name for record in records for name in record.extra)
     lists: dict[str, list[Any]] = {name: [getattr(record, name) for record in records] for name in FIELDS}
@@ -111,6 +107,7 @@ def history_of(records: Sequence[StepRecord]) -> History:
         {name: np.array(lists[name], dtype=np.float64) for name in kept},
         {name: logged[name] for name in kept},
         tuple(name for name in parts if not name.startswith("stats/")),
+        interval or 1.0,
     )
 
 

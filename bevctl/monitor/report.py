@@ -146,9 +146,9 @@ def report_on(log: RunLog, moment: Circumstances) -> Report:
 
 
 def _report(log: RunLog, moment: Circumstances) -> Report:
-    history = history_of(log.steps)
+    history = history_of(log.steps, log.interval)
     around = moment.recent or log
-    progress = progress_of(around, history_of(around.steps) if moment.recent else history)
+    progress = progress_of(around, history_of(around.steps, around.interval) if moment.recent else history)
     state = state_of(around, progress, moment.now, moment.grew)
     config = _config(log)
     goes_on = state.name in ("running", "stalled")

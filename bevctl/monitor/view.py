@@ -66,7 +66,7 @@ class View:
     @cached_property
     def other(self) -> History:
         """History of the run compared with; empty without one."""
-        return history_of(self.against.steps if self.against else [])
+        return history_of(self.against.steps, self.against.interval) if self.against else history_of([])
 
     @property
     def is_fresh(self) -> bool:
@@ -79,12 +79,12 @@ class View:
     def starts(self) -> list[float]:
         """Iterations after which the run began or went on; a log that is cut off at its front shows no beginning."""
         firsts = [float(s.first_iter) for s in self.log.segments if s.reason == "resume" or s.first_iter <= FRESH_ITERS]
-        return [max(first - max(self.history.interval(), 1.0), 0.0) for first in firsts]
+        return [max(first - max(self.history.interval, 1.0), 0.0) for first in firsts]
 
     def near_start(self, iterations: float) -> Mask:
         """Records of the first `iterations` after a start or a resume, and at least the first record."""
         iters = self.history.iters
-        length = max(iterations, self.history.interval())
+        length = max(iterations, self.history.interval)
         near = [(iters > start) & (iters <= start + length) for start in self.starts]
         return np.logical_or.reduce(near) if near else np.zeros(len(iters), dtype=np.bool_)
 

@@ -109,6 +109,13 @@ def test_missing_values_are_told_from_values_that_are_not_finite() -> None:
     assert np.isnan(history.column("loss")).all()
 
 
+def test_a_thinned_log_keeps_the_span_of_its_records() -> None:
+    single = [StepRecord(1, 200 * i, loss=float(i % 7)) for i in range(1, 301)]
+    assert len(history_of(single, 1).windows("loss")[0]) == 6
+    means = [StepRecord(1, 200 * i, loss=2.0) for i in range(1, 301)]
+    assert len(history_of(means, 50).windows("loss")[0]) == 300
+
+
 def test_windows_of_single_iterations_hold_medians() -> None:
     values = [1.0] * 40 + [9.0] * 10 + [2.0] * 50 + [7.0]
     iters, medians = history_of([StepRecord(1, i + 1, loss=v) for i, v in enumerate(values)]).windows("loss")

@@ -51,7 +51,7 @@ def _levels(values: Column, width: int) -> Column:
 def _windows(view: View) -> tuple[Column, Column]:
     """The loss in windows, without the start-up of a run that is shown from its beginning."""
     iters, values = view.history.windows("loss")
-    kept = iters > view.starts[0] + max(100.0, view.history.interval()) if view.is_fresh and view.starts else iters > 0
+    kept = iters > view.starts[0] + max(100.0, view.history.interval) if view.is_fresh and view.starts else iters > 0
     return iters[kept], values[kept]
 
 
@@ -82,7 +82,7 @@ def jump(view: View) -> Iterator[Trouble]:
         view, iters[max(found.index - BEFORE, 0)], first, iters[min(found.index + AFTER, len(iters) - 1)]
     )
     recovered = now < found.before + SCATTERS / 2 * found.scatter
-    resumed = [s for s in view.starts[1:] if iters[found.index - 1] - view.history.interval() <= s < first]
+    resumed = [s for s in view.starts[1:] if iters[found.index - 1] - view.history.interval <= s < first]
     if recovered or restart:
         severity = Severity.INFO
     else:

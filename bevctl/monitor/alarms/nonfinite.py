@@ -38,7 +38,7 @@ def loss(view: View) -> Iterator[Trouble]:
     bad = np.logical_or.reduce([history.nonfinite(name) for name in names])
     settled = bad[~view.settling]
     trailing = _trailing(bad)
-    enough = 2 if history.interval() >= 10 else 5
+    enough = 2 if history.interval >= 10 else 5
     share = float(settled.mean()) if len(settled) else 0.0
     first = history.iters[int(np.argmax(bad))]
     if trailing >= enough or (trailing == len(bad) and len(settled)):
@@ -171,7 +171,7 @@ def overflows(view: View) -> Overflows | None:
     if not bad.any():
         return None
     settled = bad[~view.settling]
-    interval = history.interval()
+    interval = history.interval
     half = len(settled) // 2
     recent = settled[-RECENT:]
     return Overflows(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -55,7 +56,7 @@ def _computing(history: History) -> History:
     """The history with the wait for data taken out of the iteration time."""
     data = np.nan_to_num(history.column("data_time_s"))
     values = {**history.values, "iter_time_s": history.column("iter_time_s") - data}
-    return History(history.iters, history.epochs, values, history.logged, history.losses)
+    return replace(history, values=values)
 
 
 def _ratio(ours: History, theirs: History, name: str) -> tuple[float, float, float] | None:

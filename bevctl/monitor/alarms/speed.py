@@ -118,7 +118,7 @@ def timer(view: View) -> Iterator[Trouble]:
         return
     pauses = iters[times >= PAUSE * np.median(times)]
     evaluations = [v.iter for v in view.log.validations if v.iter is not None]
-    near = [i for i in pauses if any(0 < i - e <= 2 * view.history.interval() for e in evaluations)]
+    near = [i for i in pauses if any(0 < i - e <= 2 * view.history.interval for e in evaluations)]
     if not near:
         return
     yield Trouble(

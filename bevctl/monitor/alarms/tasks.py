@@ -41,7 +41,7 @@ def by_task(names: Iterable[str]) -> dict[str, list[str]]:
 def dead(view: View) -> Iterator[Trouble]:
     """Parts of the loss that no longer change, or are zero."""
     history = view.history
-    enough = SAME_WINDOWS if history.interval() >= 10 else SAME_ITERATIONS
+    enough = SAME_WINDOWS if history.interval >= 10 else SAME_ITERATIONS
     still = {name: length for name in history.losses if (length := _still(history.finite(name)[1])) >= enough}
     still = {name: n for name, n in still.items() if not 0 < abs(history.finite(name)[1][-1]) < ROUNDED}
     if not still:
