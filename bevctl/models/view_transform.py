@@ -47,19 +47,18 @@ class LiftSplat(nn.Module):
         depths = torch.arange(*config.dbound, dtype=torch.float64)
         self.bins = len(depths)
 
-        bounds = torch.tensor([config.xbound, config.ybound, config.zbound], dtype=torch.float64)
-        low, high, cell = bounds.unbind(dim=1)
-        counts = ((high - low) / cell).round().long()
-        if counts.min() < 1 or counts[2] != 1:
+        bounds = (config.xbound, config.ybound, config.zbound)
+        counts = [round((high - low) / cell) for low, high, cell in bounds]  # plain numbers: also on the meta device
+        if min(counts) < 1 or counts[2] != 1:
             raise BevctlError(
-                f"xbound, ybound and zbound give {counts.tolist()} cells; the view transform needs one in z",
+                f"xbound, ybound and zbound give {counts} cells; the view transform needs one in z",
                 "Let zbound span one cell, as in (-10, 10, 20).",
             )
-        self.register_buffer("dx", cell.float())
-        self.register_buffer("bx", (low + cell / 2).float())
-        self.register_buffer("nx", counts)
+        self.register_buffer("dx", torch.tensor([cell for _, _, cell in bounds]))
+        self.register_buffer("bx", torch.tensor([low + cell / 2 for low, _, cell in bounds]))
+        self.register_buffer("nx", torch.tensor(counts))
         self.register_buffer("frustum", frustum_grid(image_size, self.feature_size, depths))
-        self.grid = (int(counts[0]), int(counts[1]))
+        self.grid = (counts[0], counts[1])
         self.downsample = _downsample(config.channels) if config.downsample == 2 else nn.Identity()
 
     def cells(self, calibration: Calibration) -> Tensor:
