@@ -184,6 +184,13 @@ class ModelConfig:
     decoder: DecoderConfig = opt(DecoderConfig, "BEV decoder")
     object: ObjectHeadConfig | None = opt(ObjectHeadConfig, "detection head, or null")
     map: MapHeadConfig | None = opt(None, "map head, or null")
+    norm_momentum: float = opt(
+        0.01,
+        "how fast BatchNorm statistics of the LiDAR encoder and the BEV decoder follow the batches; "
+        "0.01 needs some 300 iterations to settle, so that short runs want more",
+        above=0,
+        high=1,
+    )
     checkpointing: tuple[str, ...] = opt((), "parts whose activations are recomputed: camera, lidar, decoder")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from bevctl.config.rules import LIDAR_STRIDE
 from bevctl.config.rules import PARTS as CHECKPOINTED_PARTS
@@ -59,6 +60,8 @@ def build_bevfusion(config: Config) -> BEVFusion:
     fuser = ConvFuser(channels, model.decoder.fused_channels) if len(channels) > 1 else None
     fused_channels = channels[0] if fuser is None else model.decoder.fused_channels
     decoder = BevDecoder(fused_channels, model.decoder, recomputed["decoder"])
+    for part in (encoders.get("lidar"), decoder):
+        _set_norm_momentum(part, model.norm_momentum)
     return BEVFusion(encoders, fuser, decoder, _heads(config, decoder.channels, grid), recomputed["lidar"])
 
 
@@ -79,6 +82,12 @@ def _camera_encoder(config: CameraConfig, checkpointing: bool) -> CameraEncoder:
     neck = GeneralizedLSSFPN(backbone.channels, config.neck_channels)
     view = VIEW_TRANSFORMS[config.view.kind](config.view, config.image_size, config.neck_channels)
     return CameraEncoder(backbone, neck, view, checkpointing)
+
+
+def _set_norm_momentum(part: nn.Module | None, momentum: float) -> None:
+    for module in part.modules() if part is not None else ():
+        if isinstance(module, _BatchNorm):
+            module.momentum = momentum
 
 
 def _heads(config: Config, channels: int, grid: BevGrid) -> dict[str, TransFusionHead | MapHead]:
