@@ -16,14 +16,10 @@ from bevctl.models.lidar import VoxelLidarEncoder
 from bevctl.models.map_head import MapHead
 from bevctl.models.neck import GeneralizedLSSFPN
 from bevctl.models.transfusion import TransFusionHead
-from bevctl.models.view_transform import DepthLSSTransform, LSSTransform
+from bevctl.models.view_transform import build_view_transform
 
 SINGLE_CELL_CLASSES = ("pedestrian", "traffic_cone")
 """Objects as small as a cell: two in neighbouring cells are both kept."""
-VIEW_TRANSFORMS: dict[str, type[DepthLSSTransform] | type[LSSTransform]] = {
-    "depth_lss": DepthLSSTransform,
-    "lss": LSSTransform,
-}
 PARTS = (
     "encoders.camera.backbone",
     "encoders.camera.neck",
@@ -80,7 +76,7 @@ def trainable_parameters(model: nn.Module) -> dict[str, int]:
 def _camera_encoder(config: CameraConfig, checkpointing: bool) -> CameraEncoder:
     backbone = build_image_backbone(config, checkpointing)
     neck = GeneralizedLSSFPN(backbone.channels, config.neck_channels)
-    view = VIEW_TRANSFORMS[config.view.kind](config.view, config.image_size, config.neck_channels)
+    view = build_view_transform(config.view, config.neck_channels, config.image_size)
     return CameraEncoder(backbone, neck, view, checkpointing)
 
 

@@ -7,12 +7,12 @@ from dataclasses import fields
 from typing import Any
 
 from bevctl.runs.collect import Collector
-from bevctl.runs.layout import LayoutCache, Row, is_count, is_moment
+from bevctl.runs.layout import Row, is_count, is_moment
 from bevctl.runs.readers.clock import Clock
 from bevctl.runs.readers.events import FAILURE, describe
-from bevctl.runs.readers.json_lines import decode_object
+from bevctl.runs.readers.json_lines import JsonLines, decode_object
 from bevctl.runs.readers.names import scores
-from bevctl.runs.readers.text import Place, TextLog
+from bevctl.runs.readers.text import Place
 from bevctl.runs.records import EventRecord, StepRecord
 
 _FIELDS = frozenset(field.name for field in fields(StepRecord))
@@ -36,13 +36,11 @@ def recognises(line: str) -> bool:
     )
 
 
-class BevctlLines:
+class BevctlLines(JsonLines):
     """A `Parser` (see `bevctl.runs.readers`)."""
 
-    def __init__(self, out: Collector, clock: Clock, place: Place) -> None:  # noqa: ARG002 - lines have Unix time
-        self._out = out
-        self._text = TextLog(out, place)
-        self._layouts = LayoutCache()
+    def __init__(self, out: Collector, clock: Clock, place: Place) -> None:
+        super().__init__(out, clock, place)
         self._queue: list[tuple[float, dict[str, Any], str]] = []
         self._queued = 0
         self._next = math.inf
@@ -69,23 +67,6 @@ class BevctlLines:
             if not self._event(item, where):
                 self._out.log.unknown_lines += 1
             self._next = self._queue[-1][0] if self._queue else math.inf
-
-    def jump(self, place: Place) -> None:
-        self._text.jump(place)
-
-    def feed(self, lines: list[str], number: int) -> None:
-        for line in lines:
-            item = decode_object(line)
-            if item is None or not self._item(item, number):
-                self._text.plain(line, number)
-            number += 1
-
-    def feed_torn(self, line: str, number: int) -> bool:
-        item = decode_object(line)
-        if item is None or not self._item(item, number):
-            self._out.left_out()
-            return False
-        return True
 
     def finish(self) -> None:
         self._tell_until(math.inf)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from bevctl.runs.collect import Collector
-from bevctl.runs.layout import LayoutCache, Row, is_count, numbers
+from bevctl.runs.layout import Row, is_count, numbers
 from bevctl.runs.readers.clock import Clock
 from bevctl.runs.readers.epochs import Epochs
 from bevctl.runs.readers.header import limits_of, parse_env, set_config
-from bevctl.runs.readers.json_lines import decode_object
+from bevctl.runs.readers.json_lines import JsonLines
 from bevctl.runs.readers.names import scores
-from bevctl.runs.readers.text import Place, TextLog
+from bevctl.runs.readers.text import Place
 
 _META = ("env_info", "mmcv_version", "exp_name", "config", "hook_msgs", "fp16")
 
@@ -23,34 +23,12 @@ def recognises(line: str) -> bool:
     )
 
 
-class MmcvJson:
+class MmcvJson(JsonLines):
     """A `Parser` (see `bevctl.runs.readers`)."""
 
-    def __init__(self, out: Collector, clock: Clock, place: Place) -> None:  # noqa: ARG002 - the log has no times
-        self._out = out
-        self._text = TextLog(out, place)
-        self._layouts = LayoutCache()
+    def __init__(self, out: Collector, clock: Clock, place: Place) -> None:
+        super().__init__(out, clock, place)
         self._epochs = Epochs()
-
-    def jump(self, place: Place) -> None:
-        self._text.jump(place)
-
-    def feed(self, lines: list[str], number: int) -> None:
-        for line in lines:
-            item = decode_object(line)
-            if item is None or not self._item(item, number):
-                self._text.plain(line, number)
-            number += 1
-
-    def feed_torn(self, line: str, number: int) -> bool:
-        item = decode_object(line)
-        if item is None or not self._item(item, number):
-            self._out.left_out()
-            return False
-        return True
-
-    def finish(self) -> None:
-        self._text.close_dump()
 
     def _item(self, item: dict[str, Any], number: int) -> bool:
         mode = item.pop("mode", None)

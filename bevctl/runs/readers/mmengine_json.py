@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from bevctl.runs.collect import Collector
-from bevctl.runs.layout import LayoutCache, Row, is_count, numbers
-from bevctl.runs.readers.clock import Clock
-from bevctl.runs.readers.json_lines import decode_object
+from bevctl.runs.layout import Row, is_count, numbers
+from bevctl.runs.readers.json_lines import JsonLines
 from bevctl.runs.readers.names import scores
-from bevctl.runs.readers.text import Place, TextLog
 
 
 def recognises(line: str) -> bool:
@@ -17,35 +14,10 @@ def recognises(line: str) -> bool:
     return line.startswith("{") and '"step": ' in line and '"mode"' not in line and '"iter_time_s"' not in line
 
 
-class MmengineJson:
+class MmengineJson(JsonLines):
     """A `Parser` (see `bevctl.runs.readers`)."""
 
-    def __init__(self, out: Collector, clock: Clock, place: Place) -> None:  # noqa: ARG002 - the log has no times
-        self._out = out
-        self._text = TextLog(out, place)
-        self._layouts = LayoutCache()
-
-    def jump(self, place: Place) -> None:
-        self._text.jump(place)
-
-    def feed(self, lines: list[str], number: int) -> None:
-        for line in lines:
-            item = decode_object(line)
-            if item is None or not self._item(item):
-                self._text.plain(line, number)
-            number += 1
-
-    def feed_torn(self, line: str, number: int) -> bool:  # noqa: ARG002 - nothing here has a place
-        item = decode_object(line)
-        if item is None or not self._item(item):
-            self._out.left_out()
-            return False
-        return True
-
-    def finish(self) -> None:
-        self._text.close_dump()
-
-    def _item(self, item: dict[str, Any]) -> bool:
+    def _item(self, item: dict[str, Any], number: int) -> bool:  # noqa: ARG002 - nothing here has a place
         step, epoch = item.pop("step", None), item.pop("epoch", None)
         item.pop("iter", None)  # the same as step, where it is
         if not is_count(step):
