@@ -1,0 +1,1 @@
+"""Why a run misbehaves: one file a topic."""

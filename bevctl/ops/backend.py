@@ -1,0 +1,76 @@
+"""Which implementation of an operation runs: a Triton kernel, or plain torch. Chosen here and nowhere else.
+
+`BEVCTL_KERNELS` is auto (Triton on CUDA devices of capability 8.0 and newer where Triton is installed, else torch),
+torch or triton. Both give the same numbers within rounding; the torch path also runs on Volta and on CPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from bevctl.errors import BevctlError, did_you_mean
+
+VARIABLE = "BEVCTL_KERNELS"
+CHOICES = ("auto", "torch", "triton")
+MINIMUM_CAPABILITY = (8, 0)
+_forced: list[str] = []
+
+
+def use_triton(tensor: Tensor) -> bool:
+    """Whether an operation on `tensor` runs as a Triton kernel.
+
+    Raises:
+        BevctlError: triton is asked for and cannot run here, or the variable has an unknown value.
+    """
+    return _choose(_wanted(), tensor.device)[0]
+
+
+def reason(device: torch.device) -> str:
+    """One sentence: what runs on `device`, and why."""
+    chosen, why = _choose(_wanted(), device)
+    return f"{'Triton' if chosen else 'torch'} operations: {why}"
+
+
+@contextlib.contextmanager
+def forced(choice: str) -> Iterator[None]:
+    """Runs the block with `choice` (one of CHOICES) whatever the environment says."""
+    _forced.append(choice)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+def _wanted() -> str:
+    return _forced[-1] if _forced else os.environ.get(VARIABLE, "auto")
+
+
+@functools.lru_cache(maxsize=64)
+def _choose(wanted: str, device: torch.device) -> tuple[bool, str]:
+    if wanted not in CHOICES:
+        raise BevctlError(f"{VARIABLE} is {wanted!r}.", did_you_mean(wanted, CHOICES))
+    if wanted == "torch":
+        return False, f"{VARIABLE}=torch"
+    able, why = _triton_runs(device)
+    if wanted == "triton" and not able:
+        raise BevctlError(f"{VARIABLE}=triton, but {why}.", f"Use {VARIABLE}=auto or torch.")
+    return able and (wanted == "triton" or device.type == "cuda"), why
+
+
+def _triton_runs(device: torch.device) -> tuple[bool, str]:
+    if importlib.util.find_spec("triton") is None:
+        return False, "Triton is not installed"
+    if device.type != "cuda":
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        return interpreted, "Triton's interpreter" if interpreted else f"Triton has no kernels for {device.type}"
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip is None and capability < MINIMUM_CAPABILITY:
+        return False, f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+    return True, f"compute capability {capability[0]}.{capability[1]}"
