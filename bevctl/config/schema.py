@@ -204,6 +204,7 @@ class TrainConfig:
     schedule_iters: int | None = opt(None, "length of the schedule in iterations, instead of epochs", low=1)
     accumulate: int = opt(1, "batches added up for one optimizer step", low=1)
     log_interval: int = opt(50, "iterations between text lines", low=1)
+    tensorboard: bool = opt(False, "also write event files for TensorBoard, a point with every text line")
     eval_interval: int = opt(1, "epochs between evaluations; 0 for none", low=0)
     checkpoint_interval: int | None = opt(None, "iterations between checkpoints inside an epoch", low=1)
     keep: int = opt(3, "checkpoints kept, beside the best", low=1)

@@ -17,6 +17,7 @@ from bevctl.engine.guard import nonfinite_terms
 from bevctl.engine.precision import MatmulCounter, Precision, precision_sentence
 from bevctl.engine.recorder import StepOutcome
 from bevctl.engine.resume import TrainState, snapshot
+from bevctl.engine.tensorboard import EventFiles
 from bevctl.files import atomic_write_text
 from bevctl.runs.records import EventRecord
 from bevctl.runs.writer import RunWriter
@@ -49,6 +50,7 @@ class RunJournal:
     cadence: Cadence
     meta: Mapping[str, Any]
     evaluate: Evaluate
+    event_files: EventFiles | None = None
     last_checkpoint: Path | None = None
     _bar: tuple[contextlib.ExitStack, Progress] | None = field(default=None, init=False)
 
@@ -66,6 +68,8 @@ class RunJournal:
         line = self.writer.step(record, inner, self.iters_per_epoch)
         if line is not None:
             self.console.info(line.replace("\t", "  "))
+            if self.event_files is not None:
+                self.event_files.step(record)
         self._advance_bar(record.epoch, inner)
         if outcome.skipped:
             message = (
@@ -137,6 +141,8 @@ class RunJournal:
         self.event(
             "evaluation", f"Epoch {epoch} evaluated: {shown or 'nothing to score'}", metrics=metrics, epoch=epoch
         )
+        if self.event_files is not None:
+            self.event_files.evaluation(metrics, epoch * self.iters_per_epoch)
         self._mark_best(epoch, metrics)
 
     def _mark_best(self, epoch: int, metrics: Mapping[str, float]) -> None:

@@ -34,6 +34,7 @@ from bevctl.engine.resume import Resumed, Setting, TrainState, random_state_kept
 from bevctl.engine.scaler import LossScaler
 from bevctl.engine.schedule import Schedule, peak_lr
 from bevctl.engine.signals import StopRequest
+from bevctl.engine.tensorboard import EventFiles, summary_writer
 from bevctl.engine.trainer import Plan, Trainer
 from bevctl.engine.workdir import check_unused, find_checkpoint, read_resume, work_dir_of
 from bevctl.errors import BevctlError, ExitCode
@@ -160,11 +161,17 @@ def train(config: Config, options: RunOptions, world: World, console: Console) -
     device = select_device(config.device, world)
     work_dir = work_dir_of(config)
     with StopRequest() as stop, process_group(world, device), _algorithms(config.train.deterministic):
-        on_main(world, lambda: check_unused(work_dir, options.resume))
+        on_main(world, lambda: _check_start(config, work_dir, options))
         checkpoint = read_resume(options.resume, work_dir, console.info if world.is_main else console.detail)
         parts = build_parts(config, world, device)
         resumed = _start_state(parts, checkpoint, options.load_from)
         return _train(parts, options, work_dir, resumed, console, stop)
+
+
+def _check_start(config: Config, work_dir: Path, options: RunOptions) -> None:
+    check_unused(work_dir, options.resume)
+    if config.train.tensorboard:
+        summary_writer()
 
 
 def _start_state(parts: Parts, checkpoint: Checkpoint | None, load_from: str | None) -> Resumed:
@@ -197,7 +204,10 @@ def _train(
         checkpoint_interval=config.train.checkpoint_interval,
         max_bad_samples=config.data.max_bad_samples,
     )
-    with _open_writer(parts, options, work_dir, resumed) as writer:
+    with (
+        _open_writer(parts, options, work_dir, resumed) as writer,
+        _open_event_files(parts, work_dir, resumed) as event_files,
+    ):
         journal = RunJournal(
             console=console,
             world=world,
@@ -210,6 +220,7 @@ def _train(
             last_checkpoint=resumed.source,
             meta={"format": FORMAT, "version": bevctl.__version__, "config": to_dict(config), "time": time.time()},
             evaluate=lambda: _evaluate(parts, console),
+            event_files=event_files,
         )
         for kind, notes in (("start", parts.notes), ("resume", resumed.notes)):
             for note in notes:
@@ -311,6 +322,16 @@ def _open_writer(parts: Parts, options: RunOptions, work_dir: Path, resumed: Res
         yield writer
     finally:
         writer.close()
+
+
+@contextlib.contextmanager
+def _open_event_files(parts: Parts, work_dir: Path, resumed: Resumed) -> Iterator[EventFiles | None]:
+    """TensorBoard's files of rank 0 where the config asks for them, else None."""
+    if not parts.world.is_main or not parts.config.train.tensorboard:
+        yield None
+        return
+    with contextlib.closing(EventFiles(work_dir, resumed.iteration)) as event_files:
+        yield event_files
 
 
 def _segment(parts: Parts, options: RunOptions, resumed: Resumed) -> dict[str, Any]:

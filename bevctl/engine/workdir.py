@@ -13,6 +13,8 @@ from bevctl.errors import BevctlError, did_you_mean
 AUTO = "auto"
 CONSOLE_LOG = "console.log"
 """What a detached run prints; it may be there before the run starts."""
+_NAME_ONE = "Give the path of a checkpoint file, such as runs/tiny/latest."
+_RESUME_AUTO = "--resume auto takes the newest one, or starts anew without one."
 
 
 def work_dir_of(config: Config) -> Path:
@@ -34,8 +36,11 @@ def check_unused(work_dir: Path, resume: str | None) -> None:
         )
 
 
-def find_checkpoint(name: str, work_dir: Path) -> Path:
-    """The file that `--resume NAME` means: a path, else a name in work_dir.
+def find_checkpoint(name: str, work_dir: Path, otherwise: str = _NAME_ONE) -> Path:
+    """The file that a name of a checkpoint means: a path, else a name in work_dir.
+
+    Args:
+        otherwise: what to do where work_dir holds none at all.
 
     Raises:
         BevctlError: neither exists.
@@ -46,7 +51,7 @@ def find_checkpoint(name: str, work_dir: Path) -> Path:
     known = [path.name for path in newest_checkpoints(work_dir)] if work_dir.is_dir() else []
     raise BevctlError(
         f"There is no checkpoint {name}, neither as a path nor in {work_dir}.",
-        did_you_mean(name, known) if known else "--resume auto takes the newest one, or starts anew without one.",
+        did_you_mean(name, known) if known else otherwise,
     )
 
 
@@ -59,7 +64,7 @@ def read_resume(resume: str | None, work_dir: Path, say: Callable[[str], None]) 
     if resume is None:
         return None
     if resume != AUTO:
-        return read_checkpoint(find_checkpoint(resume, work_dir))
+        return read_checkpoint(find_checkpoint(resume, work_dir, _RESUME_AUTO))
     unreadable: BevctlError | None = None
     for path in newest_checkpoints(work_dir) if work_dir.is_dir() else []:
         try:

@@ -219,3 +219,13 @@ def _without_annotations(data: Path) -> Path:
             del entry["instances"]
         path.write_bytes(pickle.dumps(document))
     return path
+
+
+def test_the_hint_for_a_missing_checkpoint_is_not_about_resuming(invoke: Invoke, tmp_path: Path) -> None:
+    missing = tmp_path / "epoch_9.pth"
+    for arguments in (["eval", "--checkpoint", missing], ["eval", "tiny", "--checkpoint", missing]):
+        result = invoke(*arguments)
+        assert result.code == 2
+        assert f"There is no checkpoint {missing}" in result.err
+        assert "Give the path of a checkpoint file" in result.err
+        assert "--resume" not in result.err
