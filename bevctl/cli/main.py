@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "preflight": ("bevctl.cli.preflight", "Check in seconds whether a run will start, compute, fit and save."),
     "train": ("bevctl.cli.train", "Train a model, or continue a run."),
     "monitor": ("bevctl.cli.monitor", "Show what a run does, from any log: state, finish time, alarms."),
+    "diagnose": ("bevctl.cli.diagnose", "Say why a run went wrong, and what cures it: NaN and loss scale."),
     "eval": ("bevctl.cli.eval", "Score a checkpoint: mAP, NDS, map IoU; submission file, pictures."),
     "data": ("bevctl.cli.data", "Make, prepare and check data sets in nuScenes format."),
     "checkpoint": ("bevctl.cli.checkpoint", "Show a checkpoint, or verify that it is whole, plain data and finite."),

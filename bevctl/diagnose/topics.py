@@ -1,0 +1,18 @@
+"""The table of topics: what `bevctl diagnose` can be asked, and which module answers."""
+
+from __future__ import annotations
+
+import importlib
+
+from bevctl.diagnose.report import DiagnoseRequest, Diagnosis
+
+TOPICS: dict[str, tuple[str, str]] = {
+    "nan": ("bevctl.diagnose.nan", "Numbers that are not finite: which operation, which sample, why, what cures it."),
+}
+"""Name → (module with `diagnose`, one line of help). A module is imported when its topic is asked for."""
+
+
+def diagnose(topic: str, request: DiagnoseRequest) -> Diagnosis:
+    """The answer of a topic of TOPICS. Raises BevctlError for input that cannot be worked with."""
+    answer: Diagnosis = importlib.import_module(TOPICS[topic][0]).diagnose(request)
+    return answer
