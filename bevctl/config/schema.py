@@ -81,6 +81,9 @@ class DataConfig:
         choices=("auto", "lwh", "wlh"),
     )
     max_bad_samples: int = opt(20, "unreadable samples an epoch may skip before the run fails", low=0)
+    skip_samples: tuple[str, ...] = opt(
+        (), "tokens of samples not to train on; the sample after it takes each one's place"
+    )
     image: ImageAugmentConfig = opt(ImageAugmentConfig, "image augmentation")
     space: SpaceAugmentConfig = opt(SpaceAugmentConfig, "3D augmentation")
     augment: bool = opt(True, "apply random augmentation in training")

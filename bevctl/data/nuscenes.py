@@ -43,8 +43,9 @@ class NuScenesDataset:
 
     Training augments and picks sweeps at random, from a generator seeded by (seed, epoch, i); evaluation is
     deterministic. An unreadable file leaves a sentence in `Item.problems`; training then takes another sample (none
-    after `ATTEMPTS` in a row), evaluation none. `notes` says once what the data set lacks. The maps it needs are
-    opened here, so that forked loader workers share them.
+    after `ATTEMPTS` in a row), evaluation none. Where the config skips a sample, training takes the next one: the epoch
+    keeps its length, and the other samples their places and augmentation. `notes` says once what the data set lacks.
+    The maps it needs are opened here, so that forked loader workers share them.
 
     Raises BevctlError (exit 2) for a missing data root or an info file that cannot be used.
     """
@@ -58,6 +59,7 @@ class NuScenesDataset:
         self.info = _read_split(config, self.train) if info is None else info
         self._labels = {name: label for label, name in enumerate(config.data.classes)}
         self._transforms = build_transforms(config, self.train)
+        self._skipped = self._find_skipped() if self.train else frozenset()
         names = [*CAMERAS, *sorted({name for sample in self.info.samples for name in sample.cameras} - set(CAMERAS))]
         self.cameras = tuple(n for n in names if any(n in sample.cameras for sample in self.info.samples))
         self.locations = self._find_maps()
@@ -71,12 +73,28 @@ class NuScenesDataset:
         rng = np.random.default_rng([self.config.seed, epoch, position])
         problems: list[str] = []
         for _ in range(ATTEMPTS if self.train else 1):
+            while position in self._skipped:
+                position = (position + 1) % len(self)
             try:
                 return Item(self._load(self.info.samples[position], rng), tuple(problems))
             except BevctlError as error:
                 problems.append(f"Sample {self.info.samples[position].token}: {error.message}")
                 position = int(rng.integers(len(self)))
         return Item(None, tuple(problems))
+
+    def _find_skipped(self) -> frozenset[int]:
+        """Positions of the samples that the config leaves out of training."""
+        positions = {sample.token: position for position, sample in enumerate(self.info.samples)}
+        unknown = [token for token in self.config.data.skip_samples if token not in positions]
+        if unknown:
+            raise BevctlError(
+                f"data.skip_samples: {self.info.path} has no sample {unknown[0]}.",
+                "Take tokens of that file that this set does not have out of data.skip_samples.",
+            )
+        skipped = frozenset(positions[token] for token in self.config.data.skip_samples)
+        if len(skipped) == len(positions):
+            raise BevctlError("data.skip_samples leaves no sample to train on.", "Take some tokens out of it.")
+        return skipped
 
     def _load(self, info: SampleInfo, rng: np.random.Generator) -> Sample:
         sample = self._read(info, rng)

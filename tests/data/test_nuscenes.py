@@ -43,6 +43,23 @@ def test_a_sample_in_evaluation(config: Config) -> None:
     assert sample.bev_map is None
 
 
+def test_training_takes_the_next_sample_in_place_of_a_skipped_one(config: Config) -> None:
+    tokens = [sample.token for sample in NuScenesDataset(config, "val").info.samples]
+
+    def skipping(*skipped: str) -> Config:
+        return dataclasses.replace(config, data=dataclasses.replace(config.data, skip_samples=skipped))
+
+    dataset = NuScenesDataset(skipping(tokens[-1]), "train")
+    assert len(dataset) == len(tokens)
+    assert _sample(dataset, (0, len(tokens) - 1)).token == tokens[0]
+    assert _equal(_sample(dataset, (3, 0)), _sample(NuScenesDataset(config, "train"), (3, 0)))
+    assert _sample(NuScenesDataset(skipping(tokens[-1]), "val"), len(tokens) - 1).token == tokens[-1]
+    with pytest.raises(BevctlError, match="no sample elsewhere"):
+        NuScenesDataset(skipping("elsewhere"), "train")
+    with pytest.raises(BevctlError, match="leaves no sample"):
+        NuScenesDataset(skipping(*tokens), "train")
+
+
 def test_labels_follow_the_order_of_the_config(config: Config) -> None:
     data = dataclasses.replace(config.data, classes=("pedestrian", "car"))
     sample = _sample(NuScenesDataset(dataclasses.replace(config, data=data), "val"))
