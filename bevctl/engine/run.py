@@ -115,6 +115,20 @@ def build_parts(config: Config, world: World, device: torch.device) -> Parts:
             f"An epoch has {batches} batches a GPU, fewer than train.accumulate = {config.train.accumulate}.",
             "Lower --accumulate or --batch.",
         )
+    state, notes = build_state(config, precision, world, device, iters_per_epoch)
+    total = config.train.schedule_iters or config.train.epochs * iters_per_epoch
+    notes += [*_visible_gpus(world, device), *dataset.notes]
+    return Parts(config, world, device, precision, dataset, state, Schedule(config.optim, total), notes)
+
+
+def build_state(
+    config: Config, precision: Precision, world: World, device: torch.device, iters_per_epoch: int
+) -> tuple[TrainState, list[str]]:
+    """Model, optimizer, scaler and average as a run starts with them, and what to say about them; needs no data.
+
+    Raises:
+        BevctlError: a pattern of precision.fp32_modules matches nothing.
+    """
     torch.manual_seed(config.seed)
     model = build_model(config)
     if config.train.sync_bn and world.size > 1 and device.type == "cuda":
@@ -123,7 +137,6 @@ def build_parts(config: Config, world: World, device: torch.device) -> Parts:
     model.to(device)
     torch.manual_seed(config.seed + 1000 * world.rank)
     lr, lr_sentence = peak_lr(config.optim, config.train.batch * world.size * config.train.accumulate)
-    total = config.train.schedule_iters or config.train.epochs * iters_per_epoch
     state = TrainState(
         model=model,
         optimizer=build_optimizer(model, config.optim, lr),
@@ -139,8 +152,7 @@ def build_parts(config: Config, world: World, device: torch.device) -> Parts:
     notes += [f"Kept in FP32: {', '.join(kept)}"] if kept and precision.name != "fp32" else []
     if precision.is_half and device.type == "cpu":
         notes.append("FP16 is emulated on a CPU, convolutions are tens of times slower: use BF16 or FP32 for real work")
-    notes += [*_visible_gpus(world, device), *dataset.notes]
-    return Parts(config, world, device, precision, dataset, state, Schedule(config.optim, total), notes)
+    return state, notes
 
 
 def _device_name(device: torch.device) -> str:
