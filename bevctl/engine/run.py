@@ -172,7 +172,7 @@ def train(config: Config, options: RunOptions, world: World, console: Console) -
     """
     device = select_device(config.device, world)
     work_dir = work_dir_of(config)
-    with StopRequest() as stop, process_group(world, device), _algorithms(config.train.deterministic):
+    with StopRequest() as stop, process_group(world, device), algorithms(config.train.deterministic):
         on_main(world, lambda: _check_start(config, work_dir, options))
         checkpoint = read_resume(options.resume, work_dir, console.info if world.is_main else console.detail)
         parts = build_parts(config, world, device)
@@ -377,7 +377,7 @@ def _evaluate(parts: Parts, console: Console) -> tuple[dict[str, float], dict[st
 
 
 @contextlib.contextmanager
-def _algorithms(deterministic: bool) -> Iterator[None]:
+def algorithms(deterministic: bool) -> Iterator[None]:
     """Deterministic algorithms inside the block, or the fastest: shapes stay the same, so cuDNN may try them all."""
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     if deterministic:
