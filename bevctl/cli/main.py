@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "checkpoint": ("bevctl.cli.checkpoint", "Show a checkpoint, or verify that it is whole, plain data and finite."),
     "explain": ("bevctl.cli.explain", "Say what a finding such as GPU001 means and what to do about it."),
     "memory": ("bevctl.cli.memory", "Count the parameters of a model, by part."),
+    "bench": ("bevctl.cli.bench", "Time a training step in each precision, by part, with memory and MFU."),
     "config": ("bevctl.cli.config", "Show the resolved config and where its values come from."),
 }
 """Name → (module with `command`, one line of help). A module is imported when its command runs."""

@@ -1,0 +1,288 @@
+"""What a training step of a config costs in each precision: time by part, memory, use of the hardware, loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import platform
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import bevctl
+from bevctl.batch import Batch
+from bevctl.config.schema import Config
+from bevctl.engine.precision import MatmulCounter
+from bevctl.errors import BevctlError, ExitCode
+from bevctl.measure.bench_inputs import Inputs, make_inputs
+from bevctl.measure.part_clock import PartClock, now, seconds_between
+from bevctl.measure.timing import TrainingStep, build_step, fastest_algorithms, step_seconds
+from bevctl.models.build import PARTS
+from bevctl.ops import backend
+
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+"""tf32 is FP32 whose products may use TF32 on the tensor cores; fp32 is without."""
+_BATCHES_ON_GPU, _BATCHES_ON_CPU = 4, 2
+"""Different batches that a measurement goes through in turn."""
+_WORK_PER_FORWARD = 3
+"""A step's arithmetic over that of its forward pass: the backward pass does each product twice."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Seconds of `n` steps."""
+
+    median: float
+    p10: float
+    p90: float
+    n: int
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        ordered = sorted(values)
+        last = len(ordered) - 1
+        return Spread(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)], len(ordered))
+
+
+@dataclass(frozen=True)
+class Split:
+    """Median seconds of the pieces of a step, measured with the clock's marks in it."""
+
+    data: float
+    """Batch to the device."""
+    forward: float
+    backward: float
+    optimizer: float
+    """Unscale, clip, AdamW, loss scale."""
+    forward_by_part: dict[str, float]
+    backward_by_part: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One precision. What a device cannot tell is None, and so is everything where memory ran out."""
+
+    precision: str
+    batch: int
+    step_s: Spread | None = None
+    split: Split | None = None
+    allocated_bytes: int | None = None
+    """Peak of what tensors held in a step."""
+    reserved_bytes: int | None = None
+    """Peak of what the allocator took from the device."""
+    mfu: float | None = None
+    """Arithmetic of matrix products and convolutions per second, over that of a large matrix product alone."""
+    loss: float | None = None
+    """Of the first batch with the initial weights, without dropout: differs between precisions by rounding alone."""
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything one call measured."""
+
+    hardware: dict[str, Any]
+    versions: dict[str, str | None]
+    inputs: dict[str, Any]
+    forward_flops: int
+    """Arithmetic of the matrix products and convolutions of one forward pass."""
+    results: list[Result]
+
+    def ratios(self) -> dict[str, dict[str, float | None]]:
+        """Each half precision against fp32 and tf32, as far as they were measured."""
+        by_name = {result.precision: result for result in self.results if result.step_s is not None}
+        pairs = itertools.product(("tf32", "fp16", "bf16"), ("fp32", "tf32"))
+        return {f"{a}/{b}": _ratio(by_name[a], by_name[b]) for a, b in pairs if a != b and {a, b} <= by_name.keys()}
+
+    def document(self) -> dict[str, Any]:
+        """Body of the `bevctl.bench/1` document."""
+        return {**dataclasses.asdict(self), "ratios": self.ratios()}
+
+
+def _ratio(result: Result, base: Result) -> dict[str, float | None]:
+    assert result.step_s
+    assert base.step_s
+    memory = None
+    if result.allocated_bytes is not None and base.allocated_bytes is not None:
+        memory = result.allocated_bytes / base.allocated_bytes
+    return {
+        "speed": base.step_s.median / result.step_s.median,
+        "memory": memory,
+        "loss_difference": None if result.loss is None or base.loss is None else result.loss - base.loss,
+    }
+
+
+def default_precisions(device: torch.device) -> tuple[str, ...]:
+    """What is worth measuring on `device`: a CPU has no TF32, and FP16 there is emulated, tens of times slower."""
+    if device.type != "cuda":
+        return ("fp32", "bf16")
+    capability = torch.cuda.get_device_capability(device)
+    return PRECISIONS if capability >= (8, 0) else ("fp32", "fp16")
+
+
+def bench(
+    config: Config,
+    precisions: Sequence[str],
+    device: torch.device,
+    steps: int,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Measures a training step of `config` in each of `precisions`, with equal seeds and batches.
+
+    Raises:
+        BevctlError: data or device cannot be used, or memory ran out in every precision (exit code 4).
+    """
+    on_gpu = device.type == "cuda"
+    inputs = make_inputs(config, min(_BATCHES_ON_GPU if on_gpu else _BATCHES_ON_CPU, steps), pin=on_gpu)
+    tell(f"{config.train.batch} samples a step, {_source(inputs)}")
+    flops = _forward_flops(config, inputs.batches[0], device)
+    rates = {name: matmul_rate(name, device) for name in precisions}
+    results = []
+    for name in precisions:
+        tell(f"Measuring {name}")
+        results.append(_measure(config, name, inputs.batches, device, steps, flops, rates[name]))
+    if all(result.step_s is None for result in results):
+        raise BevctlError(str(results[0].error), "Lower --batch, or use --grad-checkpoint.", ExitCode.RUN_FAILED)
+    return Report(_hardware(device, rates), _versions(), _describe(inputs), flops, results)
+
+
+def _source(inputs: Inputs) -> str:
+    points = f", {inputs.points_per_sample:,} points each" if inputs.points_per_sample else ""
+    return f"from {inputs.source}{points}" if inputs.source != "synthetic" else f"made in memory{points}"
+
+
+def _describe(inputs: Inputs) -> dict[str, Any]:
+    return {
+        "source": inputs.source,
+        "batches": len(inputs.batches),
+        "points_per_sample": inputs.points_per_sample,
+        "loading_s_per_batch": inputs.loading_s,
+    }
+
+
+def _measure(
+    config: Config, name: str, batches: list[Batch], device: torch.device, steps: int, flops: int, rate: float
+) -> Result:
+    batch = config.train.batch
+    try:
+        with fastest_algorithms(tf32=name == "tf32"):
+            return _measure_step(config, name, batches, device, steps, flops, rate)
+    except torch.cuda.OutOfMemoryError as error:
+        return Result(name, batch, error=f"GPU memory ran out in {name}: {str(error).split('. ')[0]}.")
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _measure_step(
+    config: Config, name: str, batches: list[Batch], device: torch.device, steps: int, flops: int, rate: float
+) -> Result:
+    step = build_step(config, "fp32" if name == "tf32" else name, device)
+    with _without_dropout(step.model):
+        loss = step.loss(batches[0].to(device)).item()
+    on_gpu = device.type == "cuda"
+    step_seconds(step, batches, len(batches) if on_gpu else 1)  # warm-up
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    spread = Spread.of(step_seconds(step, batches, steps))
+    return Result(
+        precision=name,
+        batch=config.train.batch,
+        step_s=spread,
+        allocated_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        reserved_bytes=torch.cuda.max_memory_reserved(device) if on_gpu else None,
+        split=_split(step, batches, steps),
+        mfu=_WORK_PER_FORWARD * flops / spread.median / rate,
+        loss=loss,
+    )
+
+
+def _split(step: TrainingStep, batches: list[Batch], steps: int) -> Split:
+    present = dict(step.model.named_modules())
+    clock = PartClock(step.model, [part for part in PARTS if part in present], step.device)
+    with clock.attached():
+        for batch in itertools.islice(itertools.cycle(batches), max(2, steps // 2)):
+            with clock.step():
+                step(batch)
+    measured = clock.seconds()
+    medians = {name: statistics.median(times.get(name, 0.0) for times in measured) for name in measured[0]}
+    forward, backward = (_below(f"{phase}/", medians) for phase in ("forward", "backward"))
+    return Split(
+        data=medians["data"],
+        forward=sum(forward.values()),
+        backward=sum(backward.values()),
+        optimizer=medians["optimizer"],
+        forward_by_part=forward,
+        backward_by_part=backward,
+    )
+
+
+def _below(prefix: str, times: dict[str, float]) -> dict[str, float]:
+    return {name.removeprefix(prefix): value for name, value in times.items() if name.startswith(prefix)}
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """Everything as in training but dropout and stochastic depth; BatchNorm uses the batch's statistics."""
+    model.eval()
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.train()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()
+
+
+def _forward_flops(config: Config, batch: Batch, device: torch.device) -> int:
+    """Counted in plain torch operations, as the kernels of our own are invisible to the counter."""
+    step = build_step(config, "fp32", device)
+    with torch.no_grad(), backend.forced("torch"), MatmulCounter() as counter:
+        step.loss(batch.to(device))
+    return sum(counter.flops.values())
+
+
+def matmul_rate(precision: str, device: torch.device) -> float:
+    """Arithmetic per second of a large square matrix product in one of PRECISIONS: the median of ten."""
+    size = 8192 if device.type == "cuda" else 768
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
+    with fastest_algorithms(tf32=precision == "tf32"):
+        a @ b
+        instants = [now(device)]
+        for _ in range(10):
+            a @ b
+            instants.append(now(device))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = statistics.median(seconds_between(start, end) for start, end in itertools.pairwise(instants))
+    return 2 * size**3 / seconds
+
+
+def _hardware(device: torch.device, rates: dict[str, float]) -> dict[str, Any]:
+    on_gpu = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine(),
+        "memory_bytes": torch.cuda.get_device_properties(device).total_memory if on_gpu else None,
+        "cpu_threads": torch.get_num_threads() if not on_gpu else os.cpu_count(),
+        "matmul_flops_per_s": rates,
+        "operations": backend.reason(device),
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    return {
+        "bevctl": bevctl.__version__,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+    }
