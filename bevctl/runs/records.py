@@ -111,7 +111,7 @@ class RunLog:
     max_epochs: int | None = None
     max_iters: int | None = None
     interval: int | None = None
-    """Iterations a record stands for: the most frequent distance of two."""
+    """Iterations a record stands for: the median distance of two."""
     time_estimated: bool = False
     """The log has no clock times: they are counted back from the file's mtime by its own iteration times."""
     last_time: float | None = None

@@ -88,7 +88,7 @@ class RecordStore:
         count = self._folded or len(held)
         steps = [step if isinstance(step, StepRecord) else step.record() for step in held]
         metrics = {name: total.metric(_column(steps, name)[0]) for name, total in totals.items()}
-        return steps, count, metrics, distances.most_common(1)[0][0] if distances else None
+        return steps, count, metrics, _median(distances)
 
     def _fold(self) -> None:
         """Adds the recent records to the figures, and keeps every `stride`-th of them."""
@@ -99,6 +99,16 @@ class RecordStore:
         while len(self._kept) > KEEP:
             self._kept = self._kept[1::2]
             self._stride *= 2
+
+
+def _median(counts: Counter[int]) -> int | None:
+    """The (lower) median: some logs also have single records, at an epoch's ends, that are closer to their neighbours."""
+    left = (counts.total() + 1) // 2
+    for value in sorted(counts):
+        left -= counts[value]
+        if left <= 0:
+            return value
+    return None
 
 
 def _measure(records: list[Step], totals: dict[str, Accumulator], distances: Counter[int]) -> None:

@@ -152,3 +152,11 @@ def test_iterations_in_any_order_end_in_order(iterations: list[int]) -> None:
     assert [step.iter for step in log.steps] == kept
     assert log.records == len(kept)
     assert log.segments[-1].last_iter == iterations[-1]
+
+
+def test_records_at_the_ends_of_epochs_do_not_decide_how_far_apart_two_are() -> None:
+    out = Collector(RunLog(Path(), [], "openpcdet"), Window(None, None))
+    layout = Layout(("loss",))
+    for iteration in (1, 44, 45, 50, 88, 89, 100, 132, 133, 150, 176, 177, 200, 220, 221):
+        out.step(Row(layout, [1.0], 1 + iteration // 44, iteration, None))
+    assert out.finish(None).interval == 11
