@@ -103,6 +103,19 @@ def read_foreign(path: Path) -> ForeignConfig:
     return ForeignConfig(_python_kind(values, path), path, tuple(reading.files), values, tuple(reading.notes))
 
 
+def read_foreign_dump(text: str, path: Path) -> ForeignConfig:
+    """The config that mmcv or mmengine printed, bases merged, into the log `path`; lines are counted from its own first.
+
+    Raises BevctlError for text that is no such config.
+    """
+    reading = Reading()
+    try:
+        values = reading.read_dump(text, path)
+    except RecursionError:
+        raise BevctlError(f"The config in {display(path)} is nested too deeply to read.") from None
+    return ForeignConfig(_python_kind(values, path), path, (path,), values, tuple(reading.notes))
+
+
 def _python_kind(values: Section, path: Path) -> str:
     if values.keys() & set(MMENGINE_KEYS[:4]) or (values.keys() & set(MMENGINE_KEYS) and not values.keys() & {"data"}):
         return "mmengine"

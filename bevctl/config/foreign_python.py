@@ -47,12 +47,16 @@ class Reading:
         if len(self.files) + len(self._open) >= _MAX_FILES:
             raise BevctlError(f"{where} has more than {_MAX_FILES} bases.", "Give a config with fewer.")
         self._open.append(resolved)
-        tree = _parse(_substituted(read_text(path), path), where)
-        file = _File(path, self, tree)
-        values = file.values()
-        self.imported[path] = file.imported()
+        values = self.read_dump(_substituted(read_text(path), path), path)
         self._open.pop()
         self.files.append(path)
+        return values
+
+    def read_dump(self, text: str, path: Path) -> Section:
+        """The config whose `text` stands in another file, `path`. Raises BevctlError that names file and line."""
+        file = _File(path, self, _parse(text, display(path)))
+        values = file.values()
+        self.imported[path] = file.imported()
         return values
 
 

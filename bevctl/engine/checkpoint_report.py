@@ -37,7 +37,7 @@ class NonFinite:
     """NaN and infinite values of one tensor."""
 
     key: str
-    """Name in the state dict, or `optimizer.…`, `ema.…`."""
+    """Name in the state dict, or `optimizer.…`, `ema.…`, `ema_state_dict.…` (mmengine)."""
     count: int
 
 
@@ -209,8 +209,8 @@ def _objection_to_plain_loading(path: Path) -> Iterator[Finding]:
 
 def _nonfinite(checkpoint: Checkpoint) -> Iterator[NonFinite]:
     tensors: list[tuple[str, Any]] = list(checkpoint.state_dict.items())
-    for name in ("optimizer", "ema"):
-        tensors.extend(_tensors_of(checkpoint.content.get(name), name))
+    for name in ("optimizer", "ema", "ema_state_dict"):
+        tensors.extend(tensors_of(checkpoint.content.get(name), name))
     for key, tensor in tensors:
         is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
         if is_dense and (tensor.is_floating_point() or tensor.is_complex()):
@@ -220,7 +220,7 @@ def _nonfinite(checkpoint: Checkpoint) -> Iterator[NonFinite]:
                 yield NonFinite(str(key), count)
 
 
-def _tensors_of(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """(dotted name, tensor) of every tensor inside mappings and lists."""
     waiting = [(name, value)]
     seen: set[int] = set()

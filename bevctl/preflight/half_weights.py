@@ -31,11 +31,12 @@ def find(root: Path) -> list[HalfCall]:
 
     Code for tests, export and inference is left out: half weights are right there.
     """
-    calls = [call for path in _sources(root) for call in _calls(path)]
+    calls = [call for path in python_sources(root) for call in _calls(path)]
     return sorted(calls, key=lambda call: (str(call.path), call.line))
 
 
-def _sources(root: Path) -> Iterator[Path]:
+def python_sources(root: Path) -> Iterator[Path]:
+    """Training code below `root`, at most MAX_FILES files; data, tests, export and inference are left out."""
     seen = 0
     for folder, below, files in os.walk(root):
         below[:] = sorted(name for name in below if name not in _SKIPPED_FOLDERS and not name.startswith("."))
