@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
+
+from bevctl.ops.layer_norm import layer_norm
 
 
 class ConvBlock(nn.Module):
@@ -27,6 +29,21 @@ class ConvBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, C_in, …) → (B, C, …) of the same size."""
         return F.relu(self.bn(self.conv(x)))
+
+
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm over the last axis, computed in float32, whose result has the autocast dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, C) → the same shape."""
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        return layer_norm(x, self.weight, self.bias, self.eps, dtype)
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """`x` (B, C, H, W) with its channels side by side in memory where it is on a GPU, as tensor cores read them."""
+    return x.contiguous(memory_format=torch.channels_last) if x.is_cuda else x
 
 
 def init_convolutions(module: nn.Module) -> None:
@@ -62,3 +79,29 @@ def _frozen_statistics(module: nn.Module) -> Iterator[None]:
     finally:
         for norm, (momentum, count) in zip(norms, saved, strict=True):
             norm.momentum, norm.num_batches_tracked = momentum, count
+
+
+def is_plain(*modules: nn.Module) -> bool:
+    """Whether calling `modules` does nothing but run their classes' forward: nothing is wrapped around or hooked in."""
+    return not any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in modules)
+
+
+@contextlib.contextmanager
+def recomputed_when_saved(tensor: Tensor, compute: Callable[[], Tensor]) -> Iterator[None]:
+    """Where an operation in the block keeps `tensor` for its backward pass, the backward pass computes it again.
+
+    `compute` is cheap and gives the same values; what it reads is kept anyway.
+    """
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        yield
+        return
+    address, size = tensor.data_ptr(), tensor.numel()
+
+    def pack(saved: Tensor) -> Tensor | torch.Size:
+        return saved.shape if saved.data_ptr() == address and saved.numel() == size else saved
+
+    def unpack(packed: Tensor | torch.Size) -> Tensor:
+        return packed if isinstance(packed, Tensor) else compute().view(packed)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield

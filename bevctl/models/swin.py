@@ -7,16 +7,17 @@ gives each output a norm of its own; names of entries are mmdet's too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bevctl.config.schema import SwinConfig
-from bevctl.models.layers import recompute
+from bevctl.models.layers import LayerNorm, is_plain, recompute, recomputed_when_saved
+from bevctl.ops.layer_norm import scaled_residual
+from bevctl.ops.window_attention import window_attention
 
-MASKED = -100.0
-"""Added to the attention logits of pixels that only the cyclic shift made neighbours."""
 MLP_RATIO = 4
 PATCH = 4
 OUTPUTS = 3
@@ -30,47 +31,20 @@ def relative_position_index(window: int) -> Tensor:
     return (row[:, None] - row + window - 1) * side + (column[:, None] - column + window - 1)
 
 
-def shift_mask(height: int, width: int, window: int, shift: int, device: torch.device | None = None) -> Tensor:
-    """(windows, L, L) additive mask of a shifted map whose sides are multiples of the window."""
-
-    def region(size: int) -> Tensor:
-        position = torch.arange(size, device=device)
-        return (position >= size - window).long() + (position >= size - shift)
-
-    regions = region(height)[:, None] * 3 + region(width)
-    windows = to_windows(regions[None, ..., None], window)[0, ..., 0]
-    return (windows[:, :, None] != windows[:, None, :]) * MASKED
-
-
-def to_windows(x: Tensor, window: int) -> Tensor:
-    """(B, H, W, C) → (B, windows, window², C); H and W are multiples of the window."""
-    batch, height, width, channels = x.shape
-    x = x.view(batch, height // window, window, width // window, window, channels)
-    return x.transpose(2, 3).reshape(batch, -1, window * window, channels)
-
-
-def from_windows(windows: Tensor, height: int, width: int) -> Tensor:
-    """Inverse of `to_windows`."""
-    batch, _, area, channels = windows.shape
-    side = round(area**0.5)
-    x = windows.view(batch, height // side, width // side, side, side, channels)
-    return x.transpose(2, 3).reshape(batch, height, width, channels)
-
-
 class DropPath(nn.Module):
-    """Stochastic depth: drops the residual branch of whole samples while training."""
+    """The sum of a residual block with stochastic depth: training drops the branch of whole samples."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
         self.rate = rate
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, …) → the same, some samples zero, the others scaled up by 1 / (1 − rate)."""
+    def forward(self, x: Tensor, branch: Tensor) -> Tensor:
+        """x + branch, (B, …); in training some samples' branch is dropped, the others' scaled up by 1 / (1 − rate)."""
         if not self.training or self.rate == 0:
-            return x
+            return x + branch
         keep = 1 - self.rate
-        kept = torch.rand(x.shape[0], *[1] * (x.dim() - 1), device=x.device) < keep
-        return x * (kept / keep).to(x.dtype)
+        kept = torch.rand(x.shape[0], *[1] * (x.dim() - 1), device=x.device).flatten() < keep
+        return scaled_residual(x, branch, kept / keep)
 
 
 class WindowAttention(nn.Module):
@@ -80,28 +54,20 @@ class WindowAttention(nn.Module):
 
     def __init__(self, channels: int, heads: int, window: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.window = window
         self.relative_position_bias_table = nn.Parameter(torch.zeros((2 * window - 1) ** 2, heads))
         self.register_buffer("relative_position_index", relative_position_index(window))
         self.qkv = nn.Linear(channels, 3 * channels)
         self.proj = nn.Linear(channels, channels)
         nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """(B, windows, L, C) → the same; `mask` (windows, L, L) is added to the logits."""
-        batch, windows, area, channels = x.shape
-        split = self.qkv(x).view(batch, windows, area, 3, self.heads, channels // self.heads)
-        query, key, value = split.permute(3, 0, 1, 4, 2, 5).unbind(0)
-        bias = self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1)
-        # Windows join the batch, or the heads where each has a mask of its own: either way the bias broadcasts.
-        merged = (0, 1)
-        if mask is not None:
-            merged = (1, 2)
-            bias = (bias + mask[:, None]).flatten(0, 1)
-        query, key, value = (part.flatten(*merged) for part in (query, key, value))
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias[None].to(query.dtype))
-        out = out.view(batch, windows, self.heads, area, -1).transpose(2, 3).flatten(3)
-        projected: Tensor = self.proj(out)
+    def forward(self, x: Tensor, shift: int) -> Tensor:
+        """(B, H, W, C) → the same; windows lie `shift` cells further to the right and down."""
+        area = len(self.relative_position_index)
+        bias = self.relative_position_bias_table[self.relative_position_index.flatten()].T.view(-1, area, area)
+        # Zeros pad the map before the projection, which makes its bias of them.
+        attended = window_attention(self.qkv(x), self.qkv.bias, bias, self.window, shift)
+        projected: Tensor = self.proj(attended)
         return projected
 
 
@@ -110,22 +76,13 @@ class ShiftedWindowAttention(nn.Module):
 
     def __init__(self, channels: int, heads: int, window: int, shifted: bool) -> None:
         super().__init__()
-        self.window = window
         self.shift = window // 2 if shifted else 0
         self.w_msa = WindowAttention(channels, heads, window)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """(B, H, W, C) → the same; `mask` belongs to the padded map and is used where the block is shifted."""
-        height, width = x.shape[1:3]
-        x = F.pad(x, (0, 0, 0, -width % self.window, 0, -height % self.window))
-        padded_height, padded_width = x.shape[1:3]
-        if self.shift:
-            x = x.roll((-self.shift, -self.shift), dims=(1, 2))
-        windows = self.w_msa(to_windows(x, self.window), mask if self.shift else None)
-        x = from_windows(windows, padded_height, padded_width)
-        if self.shift:
-            x = x.roll((self.shift, self.shift), dims=(1, 2))
-        return x[:, :height, :width]
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, H, W, C) → the same."""
+        attended: Tensor = self.w_msa(x, self.shift)
+        return attended
 
 
 class FeedForward(nn.Module):
@@ -137,8 +94,16 @@ class FeedForward(nn.Module):
         self.layers = nn.Sequential(nn.Sequential(nn.Linear(channels, hidden), nn.GELU()), nn.Linear(hidden, channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x)
-        return out
+        """(…, C) → the same."""
+        expand, project = cast("tuple[nn.Sequential, nn.Linear]", tuple(self.layers))
+        if not x.is_cuda or not is_plain(self.layers, expand):
+            out: Tensor = self.layers(x)
+            return out
+        hidden = expand[0](x)
+        activated = expand[1](hidden)
+        with recomputed_when_saved(activated, lambda: F.gelu(hidden)):
+            projected: Tensor = project(activated)
+        return projected
 
 
 class SwinBlock(nn.Module):
@@ -146,16 +111,17 @@ class SwinBlock(nn.Module):
 
     def __init__(self, channels: int, heads: int, window: int, shifted: bool, drop_path: float) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(channels)
+        self.norm1 = LayerNorm(channels)
         self.attn = ShiftedWindowAttention(channels, heads, window, shifted)
-        self.norm2 = nn.LayerNorm(channels)
+        self.norm2 = LayerNorm(channels)
         self.ffn = FeedForward(channels)
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """(B, H, W, C) → the same."""
-        x = x + self.drop_path(self.attn(self.norm1(x), mask))
-        return x + self.drop_path(self.ffn(self.norm2(x)))
+        x = self.drop_path(x, self.attn(self.norm1(x)))
+        summed: Tensor = self.drop_path(x, self.ffn(self.norm2(x)))
+        return summed
 
 
 class PatchEmbed(nn.Module):
@@ -179,7 +145,7 @@ class PatchMerging(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(4 * channels)
+        self.norm = LayerNorm(4 * channels)
         self.reduction = nn.Linear(4 * channels, 2 * channels, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -196,7 +162,6 @@ class SwinStage(nn.Module):
 
     def __init__(self, channels: int, heads: int, window: int, drop_paths: Sequence[float], downsample: bool) -> None:
         super().__init__()
-        self.window = window
         self.blocks = nn.ModuleList(
             SwinBlock(channels, heads, window, shifted=i % 2 == 1, drop_path=rate) for i, rate in enumerate(drop_paths)
         )
@@ -204,10 +169,8 @@ class SwinStage(nn.Module):
 
     def forward(self, x: Tensor, checkpointing: bool) -> tuple[Tensor, Tensor]:
         """(B, H, W, C) → the same, and what the next stage reads."""
-        height, width = (side + -side % self.window for side in x.shape[1:3])
-        mask = shift_mask(height, width, self.window, self.window // 2, x.device)
         for block in self.blocks:
-            x = recompute(block, x, mask, enabled=checkpointing)
+            x = recompute(block, x, enabled=checkpointing)
         return x, x if self.downsample is None else self.downsample(x)
 
 
@@ -236,7 +199,7 @@ class SwinTransformer(nn.Module):
             for stage, depth in enumerate(config.depths)
         )
         for stage in range(1, len(widths)):
-            self.add_module(f"norm{stage}", nn.LayerNorm(widths[stage]))
+            self.add_module(f"norm{stage}", LayerNorm(widths[stage]))
         self.apply(_init_linear)
 
     def forward(self, images: Tensor) -> list[Tensor]:
