@@ -21,13 +21,13 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
-        _fsync(temporary)
+        sync(temporary)
         os.replace(temporary, target)
     except BaseException:
         with suppress(FileNotFoundError):
             temporary.unlink()
         raise
-    _fsync(target.parent)
+    sync(target.parent)
 
 
 def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
@@ -41,7 +41,7 @@ def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:
     atomic_write_bytes(path, text.encode())
 
 
-def _fsync(path: Path) -> None:
+def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

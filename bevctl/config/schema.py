@@ -215,6 +215,20 @@ class TrainConfig:
     ema: float = opt(0.0, "decay of the weight average; 0 for none", low=0, high=0.99999)
     deterministic: bool = opt(False, "deterministic algorithms, slower on a GPU")
     sync_bn: bool = opt(False, "share BatchNorm statistics between GPUs")
+    on_nonfinite: str = opt(
+        "skip",
+        "what follows a step that is not finite, beside skipping it: skip, nothing until the budget is used up; "
+        "lower_scale, the loss scale stays below from there on; fp32_module, the module that made it runs in FP32 from "
+        "there on; rewind, with the budget used up back to the last checkpoint and another data order; halt, the end",
+        choices=("skip", "lower_scale", "rewind", "fp32_module", "halt"),
+    )
+    nonfinite_in_a_row: int = opt(50, "skipped steps in a row that use the budget up (exit code 5)", low=1)
+    nonfinite_per_thousand: int = opt(
+        200, "skipped steps among 1000 that do not yet, without those of the search for a loss scale", low=0, high=1000
+    )
+    rewinds: int = opt(3, "rewinds before the run ends", low=0)
+    incidents: int = opt(3, "bundles of steps that were not finite, kept below incident/; 0 for none", low=0)
+    incident_gb: float = opt(10.0, "size of all of them together, GB", above=0)
 
 
 @dataclass(frozen=True)

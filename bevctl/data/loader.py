@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,14 +28,23 @@ Index = tuple[int, int]
 """(epoch, position in the data set)"""
 
 
+class Reshuffle(NamedTuple):
+    """From batch `batch` of epoch `epoch` (both from 0) on, the rest of the epoch comes in order `number`."""
+
+    epoch: int
+    batch: int
+    number: int
+
+
 @dataclass(frozen=True, eq=False)
 class EpochSampler(Sampler[list[Index]]):
     """Batches of (epoch, index) for one rank; every rank gets the same number of batches.
 
     Training (`shuffle`) goes through a permutation that depends on (seed, epoch) alone; consecutive samples go to
-    consecutive ranks. A last short batch is dropped with `drop_last`, else filled from the start of the order, and a
-    data set smaller than one batch is repeated to fill it. Evaluation keeps the order and never repeats a sample, so
-    that its last batches may be short or empty. `start_batch` skips the batches that were seen before a stop.
+    consecutive ranks. `reshuffles` change the order of what is left of it. A last short batch is dropped with
+    `drop_last`, else filled from the start of the order, and a data set smaller than one batch is repeated to fill it.
+    Evaluation keeps the order and never repeats a sample, so that its last batches may be short or empty.
+    `start_batch` skips the batches that were seen before a stop.
     """
 
     length: int
@@ -47,6 +56,7 @@ class EpochSampler(Sampler[list[Index]]):
     start_batch: int = 0
     shuffle: bool = True
     drop_last: bool = True
+    reshuffles: tuple[Reshuffle, ...] = ()
 
     def __post_init__(self) -> None:
         if self.length < 1 or self.batch < 1 or not 0 <= self.rank < self.world or self.start_batch < 0:
@@ -71,7 +81,12 @@ class EpochSampler(Sampler[list[Index]]):
         if not self.shuffle:
             return np.arange(self.length)
         order = np.random.default_rng([self.seed, self.epoch]).permutation(self.length)
-        return np.resize(order, self.batches * self.batch * self.world)
+        order = np.resize(order, self.batches * self.batch * self.world)
+        for reshuffle in self.reshuffles:
+            if reshuffle.epoch == self.epoch:
+                left = order[reshuffle.batch * self.batch * self.world :]
+                left[:] = np.random.default_rng([self.seed, self.epoch, reshuffle.number]).permutation(left)
+        return order
 
 
 def make_loader(

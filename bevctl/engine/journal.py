@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,13 @@ from typing import Any
 from bevctl.console import Console, Progress, strict_json
 from bevctl.engine.checkpoint import Shelf
 from bevctl.engine.dist import World, on_main
-from bevctl.engine.guard import nonfinite_terms
+from bevctl.engine.incident_keeper import IncidentKeeper, Witness
+from bevctl.engine.nonfinite import Nonfinite
 from bevctl.engine.precision import MatmulCounter, Precision, precision_sentence
-from bevctl.engine.recorder import StepOutcome
+from bevctl.engine.recorder import RingEntry, StepOutcome
 from bevctl.engine.resume import TrainState, snapshot
 from bevctl.engine.tensorboard import EventFiles
+from bevctl.errors import BevctlError
 from bevctl.files import atomic_write_text
 from bevctl.runs.records import EventRecord
 from bevctl.runs.writer import RunWriter
@@ -50,6 +52,7 @@ class RunJournal:
     cadence: Cadence
     meta: Mapping[str, Any]
     evaluate: Evaluate
+    keeper: IncidentKeeper
     event_files: EventFiles | None = None
     last_checkpoint: Path | None = None
     _bar: tuple[contextlib.ExitStack, Progress] | None = field(default=None, init=False)
@@ -71,13 +74,47 @@ class RunJournal:
             if self.event_files is not None:
                 self.event_files.step(record)
         self._advance_bar(record.epoch, inner)
-        if outcome.skipped:
-            message = (
-                f"Iteration {record.iter} skipped: gradients not finite at loss scale "
-                f"{outcome.record.loss_scale:.10g}; {nonfinite_terms(outcome)}"
-            )
-            data = {"tokens": list(outcome.tokens), "loss_scale": outcome.record.loss_scale}
-            self.writer.event(EventRecord("skipped_step", message, time.time(), record.iter, record.epoch, data))
+
+    def wants_incident(self, found: Nonfinite) -> bool:
+        """Whether a bundle of such a step has a place; every rank must ask."""
+        return self.keeper.wants(found)
+
+    def nonfinite(self, outcome: StepOutcome, found: Nonfinite, ring: Sequence[RingEntry] | None) -> None:
+        """Tells of a step that was not finite: an event, and a line that is a warning unless it is benign.
+
+        With `ring` a bundle of the step is kept too; everything must be as before the step then. Every rank must call.
+        """
+        seen = Witness.of(self.world, outcome)
+        message = seen.sentence(outcome, found)
+        incident = None
+        if ring is not None:
+            try:
+                incident = self.keeper.keep(outcome, found, seen, ring, message)
+            except BevctlError as error:
+                self.warning("incident_failed", f"An incident could not be kept: {error.message}")
+        if self.writer is None:
+            return
+        if incident is not None:
+            message += f". Kept in {incident} for `bevctl diagnose nan --replay`"
+        data = {
+            "class": found.kind,
+            "phase": found.phase,
+            "losses": list(found.losses),
+            "task": found.task,
+            "parts": list(found.parts),
+            "tokens": seen.tokens[seen.rank],
+            "loss_scale": outcome.record.loss_scale,
+            "incident": None if incident is None else str(incident.relative_to(self.writer.work_dir)),
+        }
+        record = outcome.record
+        self.writer.event(EventRecord("nonfinite", message, time.time(), record.iter, record.epoch, data))
+        (self.console.detail if found.benign else self.console.warn)(message)
+
+    def warning(self, kind: str, message: str) -> None:
+        """Notes something that a user should look at."""
+        if self.writer is not None:
+            self.writer.event(EventRecord(kind, message, time.time()))
+            self.console.warn(message)
 
     def _advance_bar(self, epoch: int, inner: int) -> None:
         """One bar an epoch, on a terminal; elsewhere the text lines show how far the run is."""

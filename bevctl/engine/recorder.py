@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
+from bevctl.batch import Batch
 from bevctl.engine.dist import World
+from bevctl.engine.step import StepTensors
 from bevctl.runs.records import StepRecord
 
+RING = 32
+"""Steps that are remembered."""
 _GIB = 2**30
 
 
@@ -23,44 +30,59 @@ class StepFacts:
     """1-based."""
     iteration: int
     """Attempted steps of the run, this one included."""
+    inner: int
+    """0-based index of the step in its epoch."""
     lr: float
     data_time_s: float
-    tokens: tuple[str, ...] = ()
-    """Samples of this rank in the step."""
+    random: Mapping[str, Any]
+    """State of every generator of this process before the step, see `bevctl.engine.resume.random_state`."""
+    batches: Sequence[Batch] = ()
+    """Of this rank, as they came from the loader; kept until the step's outcome is known."""
     stop: bool = False
     """This rank was asked to stop."""
-    bad_samples: int = 0
-    """Unreadable files this rank met."""
 
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Samples of this rank in the step. With the seed and the epoch they determine the augmentation."""
+        return tuple(token for batch in self.batches for token in batch.tokens)
 
-@dataclass(frozen=True)
-class StepTensors:
-    """Scalars of a step that are still on the device."""
-
-    losses: Mapping[str, Tensor]
-    total: Tensor
-    grad_norm: Tensor
-    loss_scale: Tensor
-    """The scale the step was made with."""
-    skipped: Tensor
+    @property
+    def bad_samples(self) -> int:
+        """Unreadable files this rank met."""
+        return sum(len(batch.problems) for batch in self.batches)
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """A finished step, the same on every rank but for `tokens`."""
+    """A finished step, the same on every rank but for `facts` and `own_losses`."""
 
     record: StepRecord
+    facts: StepFacts
     skipped: bool
-    tokens: tuple[str, ...]
+    grad_norms: dict[str, float]
+    """By part of the model."""
+    growth_tracker: int
+    own_losses: dict[str, float]
+    """Of this rank; the record has the mean over ranks."""
     stop: bool
     bad_samples: int
+
+
+@dataclass(frozen=True)
+class RingEntry:
+    """A step as the ring keeps it, without its batches."""
+
+    outcome: StepOutcome
+    tokens: tuple[str, ...]
 
 
 @dataclass
 class _Pending:
     facts: StepFacts
     names: list[str]
+    parts: list[str]
     values: Tensor
+    """(1 or 2, n): summed over ranks and, with several of them, this rank's own."""
     copied: torch.cuda.Event | None
     iter_time_s: float
     time: float = field(default_factory=time.time)
@@ -78,6 +100,8 @@ class Recorder:
         self, world: World, device: torch.device, samples_per_step: int, last: int, skipped_steps: int
     ) -> None:
         self.skipped_steps = skipped_steps
+        self.ring: deque[RingEntry] = deque(maxlen=RING)
+        """The last steps, oldest first."""
         self._world = world
         self._device = device
         self._samples_per_step = samples_per_step
@@ -91,34 +115,41 @@ class Recorder:
         """Leaves what happened since the last step (evaluation, checkpoint) out of the next iteration's time."""
         self._mark = time.perf_counter()
 
-    def push(self, facts: StepFacts, tensors: StepTensors) -> StepOutcome | None:
-        """Takes the step just launched; returns the one before."""
+    def push(self, facts: StepFacts, tensors: StepTensors) -> None:
+        """Takes the step just launched; `settle` must have given the one before."""
         now = time.perf_counter()
         elapsed, self._mark = now - self._mark, now
-        names = sorted(tensors.losses)
-        values = self._pack([tensors.losses[name] for name in names], facts, tensors)
-        values, copied = self._to_host(values)
-        previous, self._pending = self._pending, _Pending(facts, names, values, copied, elapsed)
-        return self._finish(previous) if previous else None
+        names, parts = sorted(tensors.losses), list(tensors.grad_norms)
+        values, copied = self._to_host(self._pack(names, parts, facts, tensors))
+        self._pending = _Pending(facts, names, parts, values, copied, elapsed)
 
-    def flush(self) -> StepOutcome | None:
-        """The step that is still pending."""
-        previous, self._pending = self._pending, None
-        return self._finish(previous) if previous else None
+    def settle(self) -> StepOutcome | None:
+        """The step that is still pending, once the device is done with it."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        outcome = self._finish(pending)
+        without_batches = dataclasses.replace(outcome, facts=dataclasses.replace(pending.facts, batches=()))
+        self.ring.append(RingEntry(without_batches, pending.facts.tokens))
+        return outcome
 
-    def _pack(self, losses: list[Tensor], facts: StepFacts, tensors: StepTensors) -> Tensor:
-        measured = [tensors.total, tensors.grad_norm, tensors.loss_scale, tensors.skipped]
+    def _pack(self, names: list[str], parts: list[str], facts: StepFacts, tensors: StepTensors) -> Tensor:
+        """(1, n) scalars, or (2, n) with several ranks: their sum, and this rank's own."""
+        scalars = [tensors.total, tensors.grad_norm, tensors.loss_scale, tensors.skipped, tensors.growth_tracker]
+        measured = [*(tensors.losses[name] for name in names), *(tensors.grad_norms[part] for part in parts), *scalars]
         flags = [torch.full((), float(flag), device=self._device) for flag in (facts.stop, facts.bad_samples)]
-        vector = torch.stack([value.detach().float() for value in (*losses, *measured, *flags)])
-        if self._world.size > 1:
-            distributed.all_reduce(vector)
-        return vector
+        own = torch.stack([value.detach().float() for value in (*measured, *flags)])
+        if self._world.size == 1:
+            return own[None]
+        summed = own.clone()
+        distributed.all_reduce(summed)
+        return torch.stack((summed, own))
 
-    def _to_host(self, vector: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        if vector.device.type != "cuda":
-            return vector, None
-        host = torch.empty(vector.shape, pin_memory=True)
-        host.copy_(vector, non_blocking=True)
+    def _to_host(self, values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        if values.device.type != "cuda":
+            return values, None
+        host = torch.empty(values.shape, pin_memory=True)
+        host.copy_(values, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
         return host, copied
@@ -126,17 +157,19 @@ class Recorder:
     def _finish(self, pending: _Pending) -> StepOutcome:
         if pending.copied is not None:
             pending.copied.synchronize()
-        *losses, total, grad_norm, scale, skipped = (pending.values[:-2] / self._world.size).tolist()
-        stop, bad_samples = pending.values[-2:].tolist()
+        summed, own = pending.values[0], pending.values[-1]
+        means = (summed[:-2] / self._world.size).tolist()
+        *measured, total, grad_norm, scale, skipped, growth_tracker = means
+        stop, bad_samples = summed[-2:].tolist()
         self.skipped_steps += int(skipped > 0)
-        facts = pending.facts
+        facts, losses = pending.facts, len(pending.names)
         record = StepRecord(
             epoch=facts.epoch,
             iter=facts.iteration,
             time=pending.time,
             lr=facts.lr,
             loss=total,
-            losses=dict(zip(pending.names, losses, strict=True)),
+            losses=dict(zip(pending.names, measured, strict=False)),
             grad_norm=grad_norm,
             loss_scale=scale,
             skipped_steps=self.skipped_steps,
@@ -146,7 +179,16 @@ class Recorder:
             samples_per_s=self._samples_per_step / max(pending.iter_time_s, 1e-9),
             eta_s=self._eta(pending),
         )
-        return StepOutcome(record, skipped > 0, facts.tokens, stop > 0, round(bad_samples))
+        return StepOutcome(
+            record,
+            facts,
+            skipped=skipped > 0,
+            grad_norms=dict(zip(pending.parts, measured[losses:], strict=True)),
+            growth_tracker=round(growth_tracker),
+            own_losses=dict(zip(pending.names, own[:losses].tolist(), strict=True)),
+            stop=stop > 0,
+            bad_samples=round(bad_samples),
+        )
 
     def _memory(self) -> float | None:
         return torch.cuda.max_memory_allocated(self._device) / _GIB if self._device.type == "cuda" else None

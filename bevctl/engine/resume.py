@@ -13,10 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bevctl.data.loader import Reshuffle
 from bevctl.engine.checkpoint import Checkpoint, convert_like_weights, load_state
 from bevctl.engine.dist import World, gather
 from bevctl.engine.ema import WeightAverage
 from bevctl.engine.optim import ParameterState, load_parameter_states, saved_parameter_states
+from bevctl.engine.precision import keep_fp32
 from bevctl.engine.scaler import LossScaler
 
 _BUFFER_SUFFIXES = ("running_mean", "running_var", "num_batches_tracked", "relative_position_index")
@@ -46,6 +48,10 @@ class TrainState:
     setting: Setting
     half: bool
     """Whether the scaler's state means anything (FP16)."""
+    reshuffles: list[Reshuffle] = field(default_factory=list)
+    """Where the data order was changed."""
+    fp32_modules: list[str] = field(default_factory=list)
+    """Modules that the run came to keep in FP32, beyond those of the config."""
 
 
 @dataclass
@@ -62,23 +68,37 @@ class Resumed:
 
 
 def snapshot(
-    state: TrainState, world: World, iteration: int, skipped_steps: int, meta: Mapping[str, Any]
+    state: TrainState,
+    world: World,
+    iteration: int,
+    skipped_steps: int,
+    meta: Mapping[str, Any],
+    random: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The content of a checkpoint after `iteration` attempted steps; every rank must call it."""
+    """The content of a checkpoint after `iteration` attempted steps; every rank must call it.
+
+    Args:
+        random: random state of this rank; the present one by default.
+    """
     epoch, inner = divmod(iteration, state.setting.iters_per_epoch)
     return {
         "state_dict": state.model.state_dict(),
         "optimizer": state.optimizer.state_dict(),
         "scaler": state.scaler.state_dict() if state.half else None,
         "ema": state.average.state_dict() if state.average else None,
-        "rng": gather(world, random_state()),
-        "data": {"epoch": epoch, "batch": inner * state.setting.accumulate},
+        "rng": gather(world, random_state() if random is None else random),
+        "data": {
+            "epoch": epoch,
+            "batch": inner * state.setting.accumulate,
+            "reshuffles": [list(reshuffle) for reshuffle in state.reshuffles],
+        },
         "meta": {
             **meta,
             "epoch": epoch,
             "iter": iteration,
             "setting": asdict(state.setting),
             "skipped_steps": skipped_steps,
+            "fp32_modules": list(state.fp32_modules),
         },
     }
 
@@ -110,7 +130,9 @@ def restore(state: TrainState, checkpoint: Checkpoint, world: World) -> Resumed:
     resumed.notes.append(_restore_optimizer(state.optimizer, checkpoint))
     resumed.notes.extend(_restore_scaler(state, checkpoint))
     resumed.notes.extend(_restore_average(state, checkpoint))
+    resumed.notes.extend(_restore_fp32_modules(state, checkpoint))
     if resumed.exact:
+        state.reshuffles[:] = [Reshuffle(*entry) for entry in checkpoint.content["data"].get("reshuffles", [])]
         set_random_state(checkpoint.content["rng"][world.rank])
     return resumed
 
@@ -237,6 +259,17 @@ def _restore_average(state: TrainState, checkpoint: Checkpoint) -> list[str]:
         return ["Weight average: restored"]
     state.average.load_state_dict(state.model.state_dict())
     return ["Weight average: starts from the loaded weights, the file has none"]
+
+
+def _restore_fp32_modules(state: TrainState, checkpoint: Checkpoint) -> list[str]:
+    """Keeps in FP32 what the run that wrote the file came to keep there."""
+    saved = checkpoint.meta.get("fp32_modules", []) if checkpoint.origin == "bevctl" else []
+    new = [name for name in saved if name not in state.fp32_modules]
+    if not new:
+        return []
+    keep_fp32(state.model, new, state.scaler.value.device.type)
+    state.fp32_modules.extend(new)
+    return [f"Kept in FP32 since an overflow: {', '.join(new)}"]
 
 
 def random_state() -> dict[str, Any]:

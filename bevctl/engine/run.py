@@ -8,7 +8,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,17 @@ from torch import nn
 import bevctl
 from bevctl.batch import Batch
 from bevctl.config.load import to_dict, to_yaml
-from bevctl.config.schema import Config
+from bevctl.config.schema import Config, TrainConfig
 from bevctl.console import Console
-from bevctl.data.loader import EpochSampler, make_loader
+from bevctl.data.loader import EpochSampler, Reshuffle, make_loader
 from bevctl.data.nuscenes import NuScenesDataset
 from bevctl.engine.checkpoint import FORMAT, Checkpoint, Shelf, load_state, read_checkpoint
 from bevctl.engine.dist import World, broadcast_buffers, on_main, process_group, select_device
 from bevctl.engine.ema import WeightAverage
+from bevctl.engine.guard import NonfiniteGuard, Policy
+from bevctl.engine.incident_keeper import IncidentKeeper, IncidentShelf
 from bevctl.engine.journal import Cadence, RunJournal
+from bevctl.engine.nonfinite import Classifier
 from bevctl.engine.optim import build_optimizer, unmatched_groups
 from bevctl.engine.precision import Precision, keep_fp32, resolve_precision
 from bevctl.engine.recorder import Recorder
@@ -34,6 +37,7 @@ from bevctl.engine.resume import Resumed, Setting, TrainState, random_state_kept
 from bevctl.engine.scaler import LossScaler
 from bevctl.engine.schedule import Schedule, peak_lr
 from bevctl.engine.signals import StopRequest
+from bevctl.engine.step import TrainStep
 from bevctl.engine.tensorboard import EventFiles, summary_writer
 from bevctl.engine.trainer import Plan, Trainer
 from bevctl.engine.workdir import check_unused, find_checkpoint, read_resume, work_dir_of
@@ -82,11 +86,19 @@ class Parts:
     notes: list[str]
 
     def loader(self, epoch: int, start_batch: int) -> Iterable[Batch]:
-        return training_loader(self.config, self.dataset, self.world, epoch, start_batch, self.device.type == "cuda")
+        pin = self.device.type == "cuda"
+        order = self.state.reshuffles
+        return training_loader(self.config, self.dataset, self.world, epoch, start_batch, pin, order)
 
 
 def training_loader(
-    config: Config, dataset: NuScenesDataset, world: World, epoch: int, start_batch: int, pin: bool
+    config: Config,
+    dataset: NuScenesDataset,
+    world: World,
+    epoch: int,
+    start_batch: int,
+    pin: bool,
+    reshuffles: Sequence[Reshuffle] = (),
 ) -> Any:
     sampler = EpochSampler(
         len(dataset),
@@ -96,6 +108,7 @@ def training_loader(
         rank=world.rank,
         world=world.size,
         start_batch=start_batch,
+        reshuffles=tuple(reshuffles),
     )
     return make_loader(dataset, sampler, workers=config.train.workers, pin=pin)
 
@@ -212,10 +225,10 @@ def _train(
         iters_per_epoch=iters_per_epoch,
         stop_at=total if options.max_iters is None else min(options.max_iters, total),
         accumulate=config.train.accumulate,
-        clip=config.optim.clip,
         checkpoint_interval=config.train.checkpoint_interval,
         max_bad_samples=config.data.max_bad_samples,
     )
+    meta = {"format": FORMAT, "version": bevctl.__version__, "config": to_dict(config), "time": time.time()}
     with (
         _open_writer(parts, options, work_dir, resumed) as writer,
         _open_event_files(parts, work_dir, resumed) as event_files,
@@ -230,8 +243,9 @@ def _train(
             iters_per_epoch=iters_per_epoch,
             cadence=Cadence(config.train.eval_interval, config.train.best, options.max_iters),
             last_checkpoint=resumed.source,
-            meta={"format": FORMAT, "version": bevctl.__version__, "config": to_dict(config), "time": time.time()},
+            meta=meta,
             evaluate=lambda: _evaluate(parts, console),
+            keeper=_keeper(parts, work_dir, meta),
             event_files=event_files,
         )
         for kind, notes in (("start", parts.notes), ("resume", resumed.notes)):
@@ -241,15 +255,15 @@ def _train(
             journal.event("end", f"Nothing left to train: iteration {resumed.iteration} of {plan.stop_at} is done")
             return RunResult(ExitCode.OK, work_dir, resumed.iteration, None)
         trainer = Trainer(
-            state=parts.state,
-            network=_distributed(parts),
-            schedule=parts.schedule,
-            precision=parts.precision,
+            step=TrainStep(
+                parts.state, _distributed(parts), parts.schedule, parts.precision, clip=config.optim.clip, world=world
+            ),
             plan=plan,
             world=world,
-            device=parts.device,
             loader_for=parts.loader,
             recorder=Recorder(world, parts.device, _global_batch(parts), plan.stop_at, resumed.skipped_steps),
+            classifier=_classifier(parts, resumed),
+            guard=NonfiniteGuard(_policy(config.train), parts.state.scaler.dynamic),
             journal=journal,
             stop=stop,
             iteration=resumed.iteration,
@@ -265,7 +279,7 @@ def _fit(trainer: Trainer, journal: RunJournal) -> ExitCode:
         code = trainer.fit()
         status = _STATUS[code]
         asked_by = trainer.stop.name or "a signal to another rank"
-        message = f"Stopped by {asked_by}" if code == ExitCode.PREEMPTED else "Finished"
+        message = f"Stopped by {asked_by}" if code == ExitCode.PREEMPTED else _conclusion(trainer)
         return code
     except torch.cuda.OutOfMemoryError as error:
         message = f"GPU memory ran out in iteration {trainer.iteration + 1}: {str(error).split('. ')[0]}."
@@ -285,12 +299,33 @@ def _fit(trainer: Trainer, journal: RunJournal) -> ExitCode:
             journal.writer.update(status=status, ended=time.time(), iter=trainer.iteration)
 
 
+def _conclusion(trainer: Trainer) -> str:
+    """How a run that came to its end is called."""
+    nothing = trainer.futility.conclusion()
+    return f"Finished, but {nothing[0].lower()}{nothing[1:]}" if nothing else "Finished"
+
+
 def _worker_died(error: Exception) -> BevctlError:
     return BevctlError(
         f"A data loading process ended: {str(error).splitlines()[0]}.",
         "It was killed or crashed, most often for lack of memory or of /dev/shm: use fewer --workers.",
         ExitCode.RUN_FAILED,
     )
+
+
+def _keeper(parts: Parts, work_dir: Path, meta: Mapping[str, Any]) -> IncidentKeeper:
+    train = parts.config.train
+    shelf = IncidentShelf(work_dir, parts.world, train.incidents, train.incident_gb, to_yaml(parts.config))
+    return IncidentKeeper(shelf, parts.world, parts.state, parts.precision, meta)
+
+
+def _classifier(parts: Parts, resumed: Resumed) -> Classifier:
+    scaler = parts.state.scaler
+    return Classifier(parts.state.half, scaler.dynamic, scaler.backoff_factor, fresh=not resumed.exact)
+
+
+def _policy(train: TrainConfig) -> Policy:
+    return Policy(train.on_nonfinite, train.nonfinite_in_a_row, train.nonfinite_per_thousand, train.rewinds)
 
 
 def _global_batch(parts: Parts) -> int:

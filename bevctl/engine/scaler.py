@@ -28,7 +28,10 @@ class LossScaler:
         self.value = torch.tensor(precision.init_scale if self.dynamic else fixed, device=device)
         self.found_inf = torch.zeros((), device=device)
         """1.0 when the current step is to be skipped; 0-dimensional as fused AdamW wants it."""
-        self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
+        self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
+        """Good steps in a row at the current scale."""
+        self.ceiling: float | None = None
+        """The scale never grows beyond it; None: no limit."""
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to call backward on."""
@@ -42,9 +45,13 @@ class LossScaler:
             inverse = self.value.double().reciprocal().float()
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.found_inf, inverse)
 
-    def reject_if_nonfinite(self, value: Tensor) -> None:
-        """Skips the step too when `value` is not finite: finite gradients can have a norm that overflows."""
-        self.found_inf.copy_(torch.where(value.isfinite(), self.found_inf, torch.ones_like(self.found_inf)))
+    def reject_if_nonfinite(self, *values: Tensor) -> None:
+        """Skips the step too when one of `values` is not finite.
+
+        Finite gradients can have a norm that overflows, or come from a loss that is not finite.
+        """
+        finite = torch.stack(values).isfinite().all()
+        self.found_inf.copy_(torch.where(finite, self.found_inf, torch.ones_like(self.found_inf)))
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """One step of a fused optimizer, which leaves weights and state alone where `found_inf` is set."""
@@ -53,33 +60,48 @@ class LossScaler:
         optimizer.step()
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
+    def lower(self, ceiling: float) -> bool:
+        """Keeps the scale, fixed or not, at `ceiling` or below from now on; returns whether that is news."""
+        if self.ceiling is not None and self.ceiling <= ceiling:
+            return False
+        self.ceiling = ceiling
+        self.value.clamp_(max=ceiling)
+        return True
+
     def update(self) -> None:
         """Backs off after a skipped step and grows after `growth_interval` good ones; a fixed scale stays."""
         if self.dynamic:
             torch._amp_update_scale_(
                 self.value,
-                self._growth_tracker,
+                self.growth_tracker,
                 self.found_inf,
                 self.growth_factor,
                 self.backoff_factor,
                 self.growth_interval,
             )
+        if self.ceiling is not None:
+            self.value.clamp_(max=self.ceiling)
 
     def state_dict(self) -> dict[str, Any]:
-        """The five entries of torch.amp.GradScaler."""
+        """The five entries of torch.amp.GradScaler, and `ceiling` where there is one."""
+        limit = {} if self.ceiling is None else {"ceiling": self.ceiling}
         return {
             "scale": self.value.item(),
             "growth_factor": self.growth_factor,
             "backoff_factor": self.backoff_factor,
             "growth_interval": self.growth_interval,
-            "_growth_tracker": int(self._growth_tracker.item()),
+            "_growth_tracker": int(self.growth_tracker.item()),
+            **limit,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes scale and growth tracker; the factors come from the config. A fixed scale ignores both."""
+        """Takes scale, growth tracker and ceiling; the factors come from the config. A fixed scale takes the last."""
         if self.dynamic:
             self.value.fill_(float(state["scale"]))
-            self._growth_tracker.fill_(int(state["_growth_tracker"]))
+            self.growth_tracker.fill_(int(state["_growth_tracker"]))
+        self.ceiling = None
+        if "ceiling" in state:
+            self.lower(float(state["ceiling"]))
 
 
 class StatisticsGuard:
@@ -93,6 +115,11 @@ class StatisticsGuard:
     def remember(self) -> None:
         if self._live:
             torch._foreach_copy_(self._before, self._live)
+
+    def restore(self) -> None:
+        """Puts the remembered values back."""
+        if self._live:
+            torch._foreach_copy_(self._live, self._before)
 
     def restore_where(self, skipped: Tensor) -> None:
         """Puts the remembered values back where `skipped` (0-dimensional, on the device) is not zero."""

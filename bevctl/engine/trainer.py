@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
-from torch import Tensor, nn
+from pathlib import Path
+from typing import Any, Protocol
 
 from bevctl.batch import Batch
-from bevctl.engine.dist import World
-from bevctl.engine.guard import NonfiniteGuard
-from bevctl.engine.optim import apply_schedule
-from bevctl.engine.precision import MatmulCounter, Precision
-from bevctl.engine.recorder import Recorder, StepFacts, StepOutcome, StepTensors
-from bevctl.engine.resume import TrainState
-from bevctl.engine.scaler import StatisticsGuard
-from bevctl.engine.schedule import Schedule
+from bevctl.engine.checkpoint import read_checkpoint
+from bevctl.engine.culprit import overflowing_module
+from bevctl.engine.dist import World, on_main
+from bevctl.engine.guard import FP32_MODULE, LOWER_SCALE, SKIP, FutilityWatch, NonfiniteGuard
+from bevctl.engine.nonfinite import SMALLEST_SCALE, Classifier, Nonfinite
+from bevctl.engine.precision import MatmulCounter, keep_fp32
+from bevctl.engine.recorder import Recorder, RingEntry, StepFacts, StepOutcome
+from bevctl.engine.resume import Reshuffle, random_state, restore, set_random_state
 from bevctl.engine.signals import Interrupted, StopRequest
+from bevctl.engine.step import TrainStep
 from bevctl.errors import BevctlError, ExitCode
 
 
@@ -34,7 +32,6 @@ class Plan:
     stop_at: int
     """Iteration after which this invocation ends."""
     accumulate: int = 1
-    clip: float | None = None
     checkpoint_interval: int | None = None
     max_bad_samples: int = 0
 
@@ -42,7 +39,17 @@ class Plan:
 class Journal(Protocol):
     """What the loop tells, and asks to keep; see `bevctl.engine.journal`."""
 
+    last_checkpoint: Path | None
+
     def step(self, outcome: StepOutcome) -> None: ...
+
+    def wants_incident(self, found: Nonfinite) -> bool: ...
+
+    def nonfinite(self, outcome: StepOutcome, found: Nonfinite, ring: Sequence[RingEntry] | None) -> None: ...
+
+    def event(self, kind: str, message: str, **data: Any) -> None: ...
+
+    def warning(self, kind: str, message: str) -> None: ...
 
     def measured(self, counter: MatmulCounter) -> None: ...
 
@@ -53,34 +60,40 @@ class Journal(Protocol):
     def epoch_done(self, epoch: int) -> None: ...
 
 
+class _Rewound(Exception):
+    """The run went back to a checkpoint."""
+
+
 @dataclass
 class Trainer:
-    """Runs attempted optimizer steps from `iteration` to `plan.stop_at`."""
+    """Runs attempted optimizer steps from `iteration` to `plan.stop_at`.
 
-    state: TrainState
-    """Model, optimizer, scaler and average."""
-    network: nn.Module
-    """The model, or DDP around it."""
-    schedule: Schedule
-    precision: Precision
+    The outcome of a step is read when the gradients of the next one are launched and its update is not: the device
+    stays busy, and after a step that was not finite the weights are still those from before it.
+    """
+
+    step: TrainStep
     plan: Plan
     world: World
-    device: torch.device
     loader_for: Callable[[int, int], Iterable[Batch]]
     """(epoch index, first batch) -> this rank's batches of the rest of the epoch."""
     recorder: Recorder
+    classifier: Classifier
+    guard: NonfiniteGuard
     journal: Journal
     """Records, checkpoints, evaluation."""
     stop: StopRequest
     iteration: int = 0
 
     def __post_init__(self) -> None:
-        self.parameters = [p for group in self.state.optimizer.param_groups for p in group["params"]]
-        self.statistics = StatisticsGuard(self.state.model)
-        self.guard = NonfiniteGuard(self.state.scaler.dynamic)
+        self.state = self.step.state
+        self.step.watch = self._maybe_counting
+        self.futility = FutilityWatch()
         self._bad_samples = 0
         self._problems: list[str] = []
         self._measured = False
+        self._disturbed = False
+        """Gradients that were launched are gone, or are not those of the present settings."""
         self._saved_at = self.iteration or None  # a resumed run has its checkpoint; a new one has none yet
 
     def fit(self) -> ExitCode:
@@ -93,9 +106,10 @@ class Trainer:
         """
         try:
             while self.iteration < self.plan.stop_at:
-                self._train_epoch()
+                with contextlib.suppress(_Rewound):
+                    self._train_epoch()
         except Interrupted:
-            self._finish_pending(obey=False)
+            self._settle(react=False)
             self._save()
             return ExitCode.PREEMPTED
         self._save()
@@ -110,15 +124,12 @@ class Trainer:
         groups = self._groups(epoch, inner)
         self.recorder.resume_clock()
         while self.iteration < end:
-            batches, data_time_s = self._next(groups)
-            tensors, lr = self._step(batches)
-            self.iteration += 1
-            self._record(epoch, batches, tensors, lr, data_time_s)
+            self._train_step(*self._next(groups))
             if self._inside_checkpoint_due():
-                self._finish_pending()
+                self._obey(self._settle())
                 self._save()
                 self.recorder.resume_clock()
-        self._finish_pending()
+        self._obey(self._settle())
         if self.iteration == (epoch + 1) * self.plan.iters_per_epoch:
             self._save()
             with self.stop.interruptible():
@@ -159,39 +170,33 @@ class Trainer:
             )
         return group, time.perf_counter() - started
 
-    def _step(self, batches: list[Batch]) -> tuple[StepTensors, float]:
-        """One attempted optimizer step; nothing in it waits for the device."""
-        scaler, optimizer = self.state.scaler, self.state.optimizer
-        optimizer.zero_grad(set_to_none=True)
-        self.statistics.remember()
-        losses = self._backward(batches)
-        scaler.unscale(self.parameters)
-        grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.plan.clip or math.inf)
-        scaler.reject_if_nonfinite(grad_norm)
-        lr = apply_schedule(optimizer, self.schedule, self.iteration)
-        scaler.step(optimizer)
-        self.statistics.restore_where(scaler.found_inf)
-        tensors = StepTensors(losses, _total(losses), grad_norm, scaler.value.clone(), scaler.found_inf.clone())
-        scaler.update()
-        if self.state.average is not None:
-            self.state.average.update(self.iteration)
-        return tensors, lr
-
-    def _backward(self, batches: list[Batch]) -> dict[str, Tensor]:
-        """Accumulates the gradients of the mean loss of `batches`; returns the mean of each loss."""
-        sums: dict[str, Tensor] = {}
-        for position, batch in enumerate(batches, start=1):
-            with self._gradients_stay_here(position < len(batches)):
-                losses = self._forward(batch.to(self.device, non_blocking=True))
-                self.state.scaler.scale(_total(losses) / len(batches)).backward()
-            for name, value in losses.items():
-                sums[name] = sums.get(name, 0) + value.detach().float() / len(batches)
-        return sums
-
-    def _forward(self, batch: Batch) -> dict[str, Tensor]:
-        with self._maybe_counting(), self.precision.autocast():
-            losses: dict[str, Tensor] = self.network(batch)
-        return losses
+    def _train_step(self, batches: list[Batch], data_time_s: float) -> None:
+        """One attempted optimizer step; in it the outcome of the step before becomes known."""
+        before = random_state()
+        losses = self.step.gradients(batches)
+        self._disturbed = False
+        previous = self._settle()
+        if self._disturbed:
+            set_random_state(before)
+            losses = self.step.gradients(batches)
+        tensors = self.step.update(losses, self.iteration)
+        epoch, inner = divmod(self.iteration, self.plan.iters_per_epoch)
+        self.iteration += 1
+        facts = StepFacts(
+            epoch=epoch + 1,
+            iteration=self.iteration,
+            inner=inner,
+            lr=self.step.lr,
+            data_time_s=data_time_s,
+            random=before,
+            batches=batches,
+            stop=self.stop.requested,
+        )
+        self.recorder.push(facts, tensors)
+        self._tell_problems(batches)
+        self._obey(previous)
+        if self.world.size == 1 and self.stop.requested:
+            raise Interrupted(self.stop.name)
 
     @contextlib.contextmanager
     def _maybe_counting(self) -> Iterator[None]:
@@ -204,42 +209,95 @@ class Trainer:
             yield
         self.journal.measured(counter)
 
-    def _gradients_stay_here(self, inner: bool) -> contextlib.AbstractContextManager[None]:
-        """Keeps DDP from exchanging gradients before the last batch of a step."""
-        if inner and isinstance(self.network, nn.parallel.DistributedDataParallel):
-            return self.network.no_sync()
-        return contextlib.nullcontext()
-
-    def _record(self, epoch: int, batches: list[Batch], tensors: StepTensors, lr: float, data_time_s: float) -> None:
+    def _tell_problems(self, batches: list[Batch]) -> None:
         problems = [sentence for batch in batches for sentence in batch.problems]
         self._problems += problems
         self.journal.problems(problems)
-        facts = StepFacts(
-            epoch=epoch + 1,
-            iteration=self.iteration,
-            lr=lr,
-            data_time_s=data_time_s,
-            tokens=tuple(token for batch in batches for token in batch.tokens),
-            stop=self.stop.requested,
-            bad_samples=len(problems),
-        )
-        self._obey(self.recorder.push(facts, tensors))
-        if self.world.size == 1 and self.stop.requested:
-            raise Interrupted(self.stop.name)
 
-    def _finish_pending(self, obey: bool = True) -> None:
-        outcome = self.recorder.flush()
-        if obey:
-            self._obey(outcome)
-        elif outcome is not None:
-            self.journal.step(outcome)
+    def _settle(self, react: bool = True) -> StepOutcome | None:
+        """The outcome of the step that was launched last, and what follows from it; every rank does the same.
+
+        Raises:
+            BevctlError: non-finite numbers for good (exit code 5).
+            _Rewound: the run goes on from a checkpoint.
+        """
+        outcome = self.recorder.settle()
+        if outcome is None:
+            return None
+        self.journal.step(outcome)
+        found = self.classifier.observe(outcome)
+        warning = self.futility.observe(outcome, found)
+        if warning:
+            self.journal.warning("zero_loss", warning)
+        if found is not None:
+            self._keep(outcome, found)
+        action = self.guard.decide(outcome, found) if react else SKIP
+        if action != SKIP:
+            self._react(action, outcome)
+        return outcome
+
+    def _keep(self, outcome: StepOutcome, found: Nonfinite) -> None:
+        """Tells of a step that was not finite, and keeps what it takes to run it again."""
+        wanted = self.journal.wants_incident(found)
+        if wanted:
+            self._back_to_before()
+        self.journal.nonfinite(outcome, found, list(self.recorder.ring) if wanted else None)
+
+    def _back_to_before(self) -> None:
+        """Everything but the loss scale and random states as it was before the step that changed nothing."""
+        self.step.discard()
+        self._disturbed = True
+
+    def _react(self, action: str, outcome: StepOutcome) -> None:
+        self._back_to_before()
+        if action == LOWER_SCALE:
+            self._lower_scale(outcome)
+        elif action == FP32_MODULE:
+            self._keep_culprit_in_fp32(outcome)
+        else:
+            self._rewind(outcome)
+
+    def _lower_scale(self, outcome: StepOutcome) -> None:
+        scaler = self.state.scaler
+        ceiling = max((outcome.record.loss_scale or 1.0) * scaler.backoff_factor, SMALLEST_SCALE)
+        if self.state.half and scaler.lower(ceiling):
+            self.journal.event("lower_scale", f"The loss scale stays at {ceiling:.10g} or below from here on")
+
+    def _keep_culprit_in_fp32(self, outcome: StepOutcome) -> None:
+        """Lets the module that overflowed compute in FP32 from here on."""
+        name = overflowing_module(self.step, outcome.facts, self.world)
+        if name is None:
+            self.journal.event("fp32_module", "No module was found that FP32 would help", module=None)
+            return
+        keep_fp32(self.state.model, [name], self.step.device.type)
+        self.state.fp32_modules.append(name)
+        self.journal.event("fp32_module", f"{name} computes in FP32 from here on", module=name)
+
+    def _rewind(self, outcome: StepOutcome) -> None:
+        """Back to the last checkpoint, and from there on through the rest of its epoch in another order."""
+        path = on_main(self.world, lambda: self.journal.last_checkpoint)
+        if path is None:
+            raise BevctlError(
+                f"Iteration {outcome.record.iter} was not finite, the budget is used up, and there is no checkpoint "
+                "yet to go back to.",
+                "Set train.checkpoint_interval, or find the cause with `bevctl diagnose nan --replay`.",
+                ExitCode.NONFINITE,
+            )
+        self.iteration = self._saved_at = restore(self.state, read_checkpoint(path), self.world).iteration
+        epoch, inner = divmod(self.iteration, self.plan.iters_per_epoch)
+        self.state.reshuffles.append(Reshuffle(epoch, inner * self.plan.accumulate, self.guard.rewinds))
+        self.journal.event(
+            "rewind",
+            f"Back to {path} (iteration {self.iteration}) with another data order, rewind {self.guard.rewinds}",
+            checkpoint=str(path),
+            iteration=self.iteration,
+        )
+        raise _Rewound
 
     def _obey(self, outcome: StepOutcome | None) -> None:
-        """Acts on a finished step; every rank sees the same and decides the same."""
+        """Acts on bad samples and signals; every rank sees the same and decides the same."""
         if outcome is None:
             return
-        self.journal.step(outcome)
-        self.guard.check(outcome)
         self._bad_samples += outcome.bad_samples
         if self._bad_samples > self.plan.max_bad_samples:
             raise BevctlError(
@@ -255,8 +313,3 @@ class Trainer:
         if self._saved_at != self.iteration:
             self.journal.save(self.iteration, self.recorder.skipped_steps)
             self._saved_at = self.iteration
-
-
-def _total(losses: dict[str, Tensor]) -> Tensor:
-    """The loss to minimise: entries that start with "loss/"; "stats/" entries are for the log."""
-    return torch.stack([value.float() for name, value in losses.items() if name.startswith("loss/")]).sum()

@@ -22,6 +22,8 @@ from bevctl.errors import BevctlError, ExitCode
 from .fakes import Bench, point_config
 
 OVERFLOW_AT, SIGNAL_AT = 3, 6
+REPEATED = 1
+"""Forward passes done again: the one after a step that was not finite."""
 CPU = torch.device("cpu")
 
 
@@ -33,7 +35,7 @@ class _Trouble:
 
     def __call__(self, _: Batch, loss: Tensor) -> Tensor:
         self.calls += 1
-        if self.calls == SIGNAL_AT:
+        if self.calls == SIGNAL_AT + REPEATED:
             os.kill(os.getpid(), signal.SIGTERM)
         return loss * float("inf") if self.calls == OVERFLOW_AT else loss
 

@@ -119,9 +119,12 @@ def test_a_collapsing_loss_scale_stops_an_fp16_run(tmp_path: Path, bench: Bench)
 def test_single_bad_steps_are_skipped_and_told(tmp_path: Path, bench: Bench) -> None:
     bench.sabotage = lambda batch, loss: loss * float("inf") if "sample-3" in batch.tokens else loss
     bench.train(point_config(tmp_path / "run"))
-    events = [e for e in _read(tmp_path / "run" / "events.jsonl") if e["kind"] == "skipped_step"]
+    events = [e for e in _read(tmp_path / "run" / "events.jsonl") if e["kind"] == "nonfinite"]
     assert len(events) == 2
-    assert "sample-3" in events[0]["data"]["tokens"]
+    told = events[0]["data"]
+    assert "sample-3" in told["tokens"]
+    assert (told["class"], told["phase"], told["task"]) == ("forward", "forward", "object")
+    assert told["losses"] == ["loss/object/loss_heatmap"]
     assert "loss/object/loss_heatmap" in events[0]["message"]
 
 

@@ -1,0 +1,172 @@
+"""One attempted optimizer step, from batches to guarded weights; training and the replay of an incident both run it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from bevctl.batch import Batch
+from bevctl.engine.dist import World
+from bevctl.engine.optim import apply_schedule
+from bevctl.engine.precision import Precision
+from bevctl.engine.resume import TrainState
+from bevctl.engine.scaler import StatisticsGuard
+from bevctl.engine.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """Scalars of a step that are still on the device."""
+
+    losses: Mapping[str, Tensor]
+    total: Tensor
+    grad_norm: Tensor
+    """L2 norm of all gradients before clipping, loss scale removed."""
+    grad_norms: Mapping[str, Tensor]
+    """The same for each part of the model, by name."""
+    loss_scale: Tensor
+    """The scale the step was made with."""
+    growth_tracker: Tensor
+    """Good steps in a row at that scale, before this one."""
+    skipped: Tensor
+    """1 where the step was not finite on some rank, and so changed nothing."""
+
+
+class TrainStep:
+    """Runs steps on the objects of `state`.
+
+    Args:
+        network: the model, or DDP around it.
+        clip: largest gradient norm; None for no clipping.
+        watch: makes a context for each forward pass.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        network: nn.Module,
+        schedule: Schedule,
+        precision: Precision,
+        clip: float | None = None,
+        world: World = World(),
+        watch: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        self.state = state
+        self.network = network
+        self.schedule = schedule
+        self.precision = precision
+        self.clip = clip
+        self.world = world
+        self.watch = watch
+        self.device = state.scaler.value.device
+        self._parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
+        self._parts = _parts(state)
+        self._statistics = StatisticsGuard(state.model)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the first parameter group in the last step."""
+        rate: float = self.state.optimizer.param_groups[0]["lr"]
+        return rate
+
+    def run(self, batches: list[Batch], iteration: int) -> StepTensors:
+        """One step after `iteration` attempted ones; nothing in it waits for the device."""
+        return self.update(self.gradients(batches), iteration)
+
+    def gradients(self, batches: list[Batch]) -> dict[str, Tensor]:
+        """Leaves the gradients of the mean loss of `batches`, times the loss scale, in the parameters.
+
+        Returns the mean of each loss. Besides gradients only BatchNorm statistics and random states change; `discard`
+        undoes the former.
+        """
+        self.state.optimizer.zero_grad(set_to_none=True)
+        self._statistics.remember()
+        sums: dict[str, Tensor] = {}
+        for position, batch in enumerate(batches, start=1):
+            with self._gradients_stay_here(position < len(batches)):
+                losses = self._forward(batch.to(self.device, non_blocking=True))
+                self.state.scaler.scale(total_loss(losses) / len(batches)).backward()
+            for name, value in losses.items():
+                sums[name] = sums.get(name, 0) + value.detach().float() / len(batches)
+        return sums
+
+    def discard(self) -> None:
+        """Forgets what `gradients` did: weights, optimizer and statistics are those before the step."""
+        self.state.optimizer.zero_grad(set_to_none=True)
+        self._statistics.restore()
+
+    def update(self, losses: Mapping[str, Tensor], iteration: int) -> StepTensors:
+        """Takes the step with the gradients at hand, unless they or the loss are not finite on some rank."""
+        scaler, optimizer = self.state.scaler, self.state.optimizer
+        scaler.unscale(self._parameters)
+        grad_norm, grad_norms = self._clip()
+        total = total_loss(losses)
+        scaler.reject_if_nonfinite(grad_norm, total)
+        if self.world.size > 1:
+            distributed.all_reduce(scaler.found_inf, distributed.ReduceOp.MAX)
+        apply_schedule(optimizer, self.schedule, iteration)
+        scaler.step(optimizer)
+        self._statistics.restore_where(scaler.found_inf)
+        tensors = StepTensors(
+            losses,
+            total,
+            grad_norm,
+            grad_norms,
+            loss_scale=scaler.value.clone(),
+            growth_tracker=scaler.growth_tracker.clone(),
+            skipped=scaler.found_inf.clone(),
+        )
+        scaler.update()
+        if self.state.average is not None:
+            self.state.average.update(iteration)
+        return tensors
+
+    def _forward(self, batch: Batch) -> dict[str, Tensor]:
+        with self.watch(), self.precision.autocast():
+            losses: dict[str, Tensor] = self.network(batch)
+        return losses
+
+    def _gradients_stay_here(self, inner: bool) -> AbstractContextManager[None]:
+        """Keeps DDP from exchanging gradients before the last batch of a step."""
+        if inner and isinstance(self.network, nn.parallel.DistributedDataParallel):
+            return self.network.no_sync()
+        return contextlib.nullcontext()
+
+    def _clip(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Clips as `nn.utils.clip_grad_norm_` does; returns the norm before, over all and of each part."""
+        present = {p: p.grad for p in self._parameters if p.grad is not None}
+        if not present:
+            return torch.zeros((), device=self.device), {}
+        gradients = list(present.values())
+        norms = dict(zip(present, torch._foreach_norm(gradients), strict=True))
+        total = torch.linalg.vector_norm(torch.stack(list(norms.values())))
+        factor = ((self.clip or math.inf) / (total + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, factor)
+        parts = {part: [norms[p] for p in members if p in norms] for part, members in self._parts.items()}
+        return total, {
+            part: torch.linalg.vector_norm(torch.stack(part_norms)) for part, part_norms in parts.items() if part_norms
+        }
+
+
+def _parts(state: TrainState) -> dict[str, list[nn.Parameter]]:
+    """Trained parameters by part of the model: its children, and the children of those that are dicts of modules."""
+    containers = {name for name, child in state.model.named_children() if isinstance(child, nn.ModuleDict)}
+    parts: dict[str, list[nn.Parameter]] = {}
+    for group in state.optimizer.param_groups:
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            path = name.split(".")
+            depth = 2 if path[0] in containers else 1
+            parts.setdefault(".".join(path[:depth]), []).append(parameter)
+    return parts
+
+
+def total_loss(losses: Mapping[str, Tensor]) -> Tensor:
+    """The loss to minimise: entries that start with "loss/"; "stats/" entries are for the log."""
+    return torch.stack([value.float() for name, value in losses.items() if name.startswith("loss/")]).sum()
