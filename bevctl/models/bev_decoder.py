@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bevctl.config.schema import DecoderConfig
-from bevctl.models.layers import init_convolutions, recompute
+from bevctl.models.layers import channels_last, init_convolutions, recompute
 
 
 def _norm(channels: int) -> nn.BatchNorm2d:
@@ -26,7 +26,7 @@ class ConvFuser(nn.Sequential):
 
     def forward(self, maps: Sequence[Tensor]) -> Tensor:
         """Maps (B, C_i, X, Y) in the order of `channels_in` → (B, channels, X, Y)."""
-        fused: Tensor = super().forward(torch.cat(list(maps), dim=1))
+        fused: Tensor = super().forward(torch.cat([channels_last(x) for x in maps], dim=1))
         return fused
 
 
@@ -90,5 +90,5 @@ class BevDecoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C_in, X, Y), X and Y even → (B, channels, X, Y)."""
-        decoded: Tensor = self.neck(self.backbone(x))
+        decoded: Tensor = self.neck(self.backbone(channels_last(x)))
         return decoded

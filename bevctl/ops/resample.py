@@ -20,8 +20,18 @@ def linear_weights(positions: Tensor, size: int) -> Tensor:
 
 
 def resample(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """(B, C, H, W) read at the weights `rows` (H', H) and `columns` (W', W) → (B, C, H', W')."""
-    return rows.to(x.dtype) @ (x @ columns.to(x.dtype).T)
+    """(B, C, H, W) read at the weights `rows` (H', H) and `columns` (W', W) → (B, C, H', W').
+
+    The result keeps the memory format of `x`, channels-first or channels-last.
+    """
+    rows, columns = rows.to(x.dtype), columns.to(x.dtype)
+    if x.is_contiguous() or not x.is_contiguous(memory_format=torch.channels_last):
+        return rows @ (x @ columns.T)
+    batch, channels, height, width = x.shape
+    lines = x.permute(0, 2, 3, 1).reshape(batch * height, width, channels)
+    stretched = columns.expand(len(lines), -1, -1).bmm(lines).view(batch, height, -1)
+    resampled = rows.expand(batch, -1, -1).bmm(stretched)
+    return resampled.view(batch, len(rows), len(columns), channels).permute(0, 3, 1, 2)
 
 
 def resize(x: Tensor, size: tuple[int, int]) -> Tensor:

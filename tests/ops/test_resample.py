@@ -42,3 +42,21 @@ def test_half_precision_stays_half(dtype: torch.dtype) -> None:
     found = resize(x.to(dtype), (8, 8))
     assert found.dtype == dtype
     torch.testing.assert_close(found.float(), resize(x, (8, 8)), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("size", [(5, 6), (2, 3)])
+def test_channels_last_gives_the_same_in_its_own_format(size: tuple[int, int]) -> None:
+    x = torch.randn(2, 3, 4, 7, dtype=torch.float64)
+    grad = torch.randn(2, 3, *size, dtype=torch.float64)
+    results = []
+    for image in (x, x.to(memory_format=torch.channels_last)):
+        image = image.clone().requires_grad_()
+        found = resize(image, size)
+        results.append((found.detach(), *torch.autograd.grad(found, image, grad)))
+    torch.testing.assert_close(results[1], results[0])
+    assert results[1][0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_channels_last_gradient() -> None:
+    x = torch.randn(2, 2, 3, 4, dtype=torch.float64).to(memory_format=torch.channels_last).requires_grad_()
+    assert torch.autograd.gradcheck(lambda image: resize(image, (5, 6)), (x,))
