@@ -2,10 +2,13 @@
 
 After Philion and Fidler, Lift, Splat, Shoot (ECCV 2020), and Liu et al., BEVFusion (ICRA 2023).
 Geometry, depth raster, cell indices, depth softmax and the sums over a cell are float32 under autocast; the
-convolutions run in the autocast dtype.
+convolutions run in the autocast dtype, with channels last in memory.
 """
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +16,8 @@ from torch import Tensor, nn
 from bevctl.batch import Calibration
 from bevctl.config.schema import ViewTransformConfig
 from bevctl.errors import BevctlError
-from bevctl.models.view_geometry import frustum_grid, frustum_to_lidar, rasterize_depth
-from bevctl.ops.bev_pool import bev_cells, bev_pool
+from bevctl.models.view_geometry import frustum_grid, frustum_rays, rasterize_depth
+from bevctl.ops.bev_pool import SplatIndex, frustum_cells, index_points, lift_splat
 
 STRIDE = 8
 """Pixels of the network's image to a feature cell."""
@@ -60,17 +63,22 @@ class LiftSplat(nn.Module):
         self.register_buffer("frustum", frustum_grid(image_size, self.feature_size, depths))
         self.grid = (counts[0], counts[1])
         self.downsample = _downsample(config.channels) if config.downsample == 2 else nn.Identity()
+        self._indices = _IndexCache()
 
-    def cells(self, calibration: Calibration) -> Tensor:
-        """(B, N, D, h, w) int64 cell of the splat grid that each bin of each feature cell lies in, or -1."""
-        points = frustum_to_lidar(self.frustum, calibration)
-        return bev_cells(points, self.bx - self.dx / 2, self.dx, self.nx)
+    def index(self, calibration: Calibration) -> SplatIndex:
+        """Which cell of the splat grid each bin of each feature cell lies in; made once a calibration."""
+        return self._indices.get(calibration, lambda: self._index(calibration))
+
+    @torch.no_grad()
+    def _index(self, calibration: Calibration) -> SplatIndex:
+        rays, origins = frustum_rays(self.frustum[0, ..., :2], calibration)
+        bounds = (self.bx - self.dx / 2, self.dx, self.nx)
+        cells = frustum_cells(rays, origins, self.frustum[:, 0, 0, 2].contiguous(), bounds)
+        return index_points(cells, self.grid)
 
     def splat(self, logits: Tensor, calibration: Calibration) -> Tensor:
         """(B, N, D + C, h, w) depth logits and context → (B, C, X, Y)."""
-        depth = logits[:, :, : self.bins].float().softmax(dim=2)
-        pooled = bev_pool(depth, logits[:, :, self.bins :], self.cells(calibration), self.grid)
-        down: Tensor = self.downsample(pooled)
+        down: Tensor = self.downsample(lift_splat(logits, self.index(calibration)))
         return down
 
     def check_features(self, features: Tensor) -> None:
@@ -80,6 +88,34 @@ class LiftSplat(nn.Module):
                 f"features must be (B, N, C, {self.feature_size[0]}, {self.feature_size[1]}), "
                 f"got {tuple(features.shape)}"
             )
+
+
+class _IndexCache:
+    """The last index and the calibration that it belongs to.
+
+    On a GPU the same tensors must come again, as in a recomputed forward pass: to compare values would wait for the
+    device, which takes longer than to make the index.
+    """
+
+    def __init__(self) -> None:
+        self._calibration: list[Tensor] = []
+        self._versions: list[int] = []
+        self._index: SplatIndex | None = None
+
+    def get(self, calibration: Calibration, make: Callable[[], SplatIndex]) -> SplatIndex:
+        """The index of `calibration`, from `make` unless it is the last one."""
+        tensors = [getattr(calibration, field.name) for field in dataclasses.fields(calibration)]
+        if any(tensor.is_inference() for tensor in tensors):
+            return make()  # changes in place leave no trace in these
+        if self._index is None or not self._holds(tensors):
+            self._index = make()
+            self._calibration, self._versions = tensors, [tensor._version for tensor in tensors]
+        return self._index
+
+    def _holds(self, tensors: list[Tensor]) -> bool:
+        unchanged = [tensor._version for tensor in self._calibration] == self._versions
+        pairs = zip(tensors, self._calibration, strict=True)
+        return unchanged and all(a is b or (a.is_cpu and b.is_cpu and torch.equal(a, b)) for a, b in pairs)
 
 
 class LSSTransform(LiftSplat):
@@ -139,8 +175,10 @@ class DepthLSSTransform(LiftSplat):
                     "Load points, or set model.camera.view.kind to lss.",
                 )
             depth_raster = rasterize_depth(points, calibration, self.image_size)
-        depth = self.dtransform(depth_raster.flatten(0, 1)[:, None])
-        logits: Tensor = self.depthnet(torch.cat([depth, features.flatten(0, 1)], dim=1))
+        # One channel fits both memory formats; as the view of a channels-last image, the convolutions keep that one.
+        depth = self.dtransform(depth_raster.flatten(0, 1)[..., None].permute(0, 3, 1, 2))
+        joined = torch.cat([depth, features.flatten(0, 1)], dim=1)
+        logits: Tensor = self.depthnet(joined.contiguous(memory_format=torch.channels_last))
         return self.splat(logits.unflatten(0, features.shape[:2]), calibration)
 
 

@@ -14,7 +14,7 @@ from bevctl import geometry
 from bevctl.batch import Calibration
 from bevctl.config.schema import ViewTransformConfig
 from bevctl.errors import BevctlError
-from bevctl.models.view_geometry import frustum_grid, frustum_to_lidar, rasterize_depth
+from bevctl.models.view_geometry import frustum_grid, frustum_rays, rasterize_depth
 from bevctl.models.view_transform import DepthLSSTransform, LSSTransform, build_view_transform
 from tests import golden
 
@@ -58,6 +58,12 @@ def rig(augmented: bool, batch: int = 2) -> Calibration:
     )
 
 
+def frustum_points(frustum: Tensor, calibration: Calibration) -> Tensor:
+    """(B, N, D, h, w, 3) positions in the augmented LiDAR frame, m, of (D, h, w, 3) pixels and depths."""
+    rays, origins = frustum_rays(frustum[0, ..., :2], calibration)
+    return rays[:, :, None] * frustum[..., 2:] + origins[:, :, None, None, None]
+
+
 def to_pixels(points: np.ndarray, c: Calibration, sample: int, camera: int) -> np.ndarray:
     """(P, 3) network pixel u, v and depth of (P, 3) augmented LiDAR points, step by step in float64."""
     raw = geometry.transform_points(np.linalg.inv(c.lidar_aug[sample].double().numpy()), points)
@@ -71,7 +77,7 @@ def to_pixels(points: np.ndarray, c: Calibration, sample: int, camera: int) -> n
 def test_frustum_points_project_back_to_their_pixels(augmented: bool) -> None:
     calibration = rig(augmented)
     frustum = frustum_grid(IMAGE, (4, 8), torch.arange(1.0, 9.0))
-    points = frustum_to_lidar(frustum, calibration)
+    points = frustum_points(frustum, calibration)
     assert points.shape == (2, 2, 8, 4, 8, 3)
     for sample in range(2):
         for camera in range(2):
@@ -132,10 +138,41 @@ def test_a_lit_pixel_appears_where_the_geometry_puts_it() -> None:
     logits[1, 0, bins:, 2, 3] = torch.arange(1.0, 7.0)
     view.downsample = torch.nn.Identity()
     bev = view.splat(logits, calibration)
-    x, y = frustum_to_lidar(view.frustum, calibration)[1, 0, 4, 2, 3, :2].tolist()
+    x, y = frustum_points(view.frustum, calibration)[1, 0, 4, 2, 3, :2].tolist()
     assert not bev[0].any()
     assert bev[1].nonzero()[:, 1:].unique(dim=0).tolist() == [[math.floor(x + 8), math.floor(y + 8)]]
     torch.testing.assert_close(bev[1].sum(dim=(1, 2)), torch.arange(1.0, 7.0))
+
+
+def moved(calibration: Calibration, by: float = 0.0) -> Calibration:
+    """The same in new tensors; the LiDAR frame shifted along x."""
+    copies = {field.name: getattr(calibration, field.name).clone() for field in dataclasses.fields(calibration)}
+    copies["lidar_aug"][:, 0, 3] += by
+    return Calibration(**copies)
+
+
+def test_an_index_is_made_once_for_a_calibration() -> None:
+    view = LSSTransform(SMALL, IMAGE, 5)
+    calibration = rig(True)
+    index = view.index(calibration)
+    assert view.index(calibration) is index
+    assert view.index(moved(calibration)) is index
+    other = view.index(moved(calibration, by=1.0))
+    assert not torch.equal(other.rows, index.rows)
+    again = view.index(calibration)
+    assert again is not index
+    assert torch.equal(again.rows, index.rows)
+    calibration.lidar_aug[:, 0, 3] += 1.0
+    assert torch.equal(view.index(calibration).rows, other.rows)
+
+
+def test_inference_mode_sees_changes_in_place() -> None:
+    view = LSSTransform(SMALL, IMAGE, 5)
+    with torch.inference_mode():
+        calibration = moved(rig(True))
+        before = view.index(calibration).rows
+        calibration.lidar_aug[:, 0, 3] += 1.0
+        assert not torch.equal(view.index(calibration).rows, before)
 
 
 @pytest.mark.parametrize(("kind", "parameters"), [("depth_lss", 1_610_726), ("lss", 224_166)])
@@ -161,6 +198,8 @@ def test_trains_under_autocast(kind: str, downsample: int) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         bev = view(features, points, rig(True))
     assert bev.shape == (2, 6, 16 // downsample, 16 // downsample)
+    assert bev.dtype == torch.bfloat16
+    assert bev.is_contiguous(memory_format=torch.channels_last)
     bev.float().square().sum().backward()
     for tensor in (features, *view.parameters()):
         assert tensor.grad is not None
@@ -194,7 +233,7 @@ def test_what_does_not_fit_is_named() -> None:
 @golden.needs_golden
 def test_recorded_geometry() -> None:
     view = LSSTransform(ViewTransformConfig(), (256, 704), 8)
-    golden.assert_matches("view_transform.geometry", frustum_to_lidar(view.frustum, golden.calibration()))
+    golden.assert_matches("view_transform.geometry", frustum_points(view.frustum, golden.calibration()))
 
 
 @golden.needs_golden
