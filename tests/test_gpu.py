@@ -14,7 +14,7 @@ from bevctl.engine.optim import build_optimizer
 from bevctl.engine.precision import MatmulCounter, resolve_precision
 from bevctl.engine.scaler import LossScaler
 from bevctl.models.build import build_model
-from bevctl.ops.bev_pool import bev_pool
+from bevctl.ops.bev_pool import index_points, lift_splat
 from tests.models.nano import nano_batch, nano_config
 
 pytestmark = [
@@ -86,16 +86,15 @@ def test_most_work_is_in_half_precision(dtype: str) -> None:
     assert counter.share(precision.dtype) > 0.8
 
 
-def test_pooling_equals_the_cpus_forward_and_backward() -> None:
+def test_lift_splat_equals_the_cpus_forward_and_backward() -> None:
     torch.manual_seed(0)
-    depth, context = torch.rand(2, 3, 4, 5, 6), torch.randn(2, 3, 7, 5, 6)
-    cells = torch.randint(-1, 16, (2, 3, 4, 5, 6))
+    logits, cells = torch.randn(2, 3, 4 + 7, 5, 6), torch.randint(-1, 16, (2, 3, 5, 6, 4))
     results = []
     for device in (torch.device("cpu"), CUDA):
-        d, c = depth.to(device).requires_grad_(), context.to(device).requires_grad_()
-        pooled = bev_pool(d, c, cells.to(device), (4, 4))
-        gradients = torch.autograd.grad((pooled**2).sum(), (d, c))
-        results.append([t.detach().cpu() for t in (pooled, *gradients)])
+        moved = logits.to(device).requires_grad_()
+        pooled = lift_splat(moved, index_points(cells.to(device), (4, 4)))
+        (gradient,) = torch.autograd.grad((pooled**2).sum(), moved)
+        results.append([t.detach().cpu() for t in (pooled, gradient)])
     for on_cpu, on_gpu in zip(*results, strict=True):
         torch.testing.assert_close(on_gpu, on_cpu, rtol=1e-4, atol=1e-4)
 

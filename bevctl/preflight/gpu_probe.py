@@ -77,12 +77,11 @@ def _convolution(device, dtype):  # type: ignore[no-untyped-def]
 def _bev_pool(device, dtype):  # type: ignore[no-untyped-def]
     import torch
 
-    from bevctl.ops.bev_pool import bev_pool
+    from bevctl.ops.bev_pool import index_points, lift_splat
 
-    depth = _numbers(torch, 4 * 6).reshape(1, 1, 4, 2, 3).to(device, dtype)
-    context = _numbers(torch, 8 * 6).reshape(1, 1, 8, 2, 3).to(device, dtype)
-    cells = (torch.arange(24).reshape(1, 1, 4, 2, 3) * 7 % 16).to(device)
-    return bev_pool(depth, context, cells, (4, 4))
+    logits = _numbers(torch, 12 * 6).reshape(1, 1, 12, 2, 3).to(device, dtype)
+    cells = (torch.arange(24).reshape(1, 1, 2, 3, 4) * 7 % 16).to(device)
+    return lift_splat(logits, index_points(cells, (4, 4)))
 
 
 def _voxelize(device, dtype):  # type: ignore[no-untyped-def]
