@@ -29,7 +29,12 @@ def use_triton(tensor: Tensor) -> bool:
     Raises:
         BevctlError: triton is asked for and cannot run here, or the variable has an unknown value.
     """
-    return _choose(_wanted(), tensor.device)[0]
+    return _uses_triton(tensor.device)
+
+
+@torch.compiler.assume_constant_result  # torch.compile asks once, and does not look inside
+def _uses_triton(device: torch.device) -> bool:
+    return _choose(_wanted(), device)[0]
 
 
 def reason(device: torch.device) -> str:
