@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from bevctl.numerics.inputs import InputFault
@@ -21,29 +21,37 @@ class Outcome:
 def find_culprit(
     records: Sequence[OpRecord], sources: Sequence[Source], outcomes: Sequence[Outcome], faults: Sequence[InputFault]
 ) -> Culprit | None:
-    """The earliest cause of a non-finite outcome; else of something that was masked; else None.
+    """The earliest cause of a non-finite outcome; else of something that was masked; else an error; else None.
 
     A cause is a record whose inputs were finite and whose output is not, a source that is not finite, or memory that
     became so without an operation.
     """
-    raised = next((record for record in records if record.status == "raised"), None)
     walk = _Walk(records, sources)
     reached: dict[int, list[str]] = {}
     for outcome in outcomes:
         for cause in walk.causes(outcome.writer):
             reached.setdefault(cause, []).append(outcome.name)
     masks: dict[int, OpRecord] = {}
-    if not reached:
-        for record in records:
-            if record.status == "masks":
-                for parent in record.bad_parents:
-                    for cause in walk.causes(parent):
-                        masks.setdefault(cause, record)
-    candidates = list(reached) or list(masks)
-    if not candidates:
-        return _from_error(raised, faults) if raised is not None else None
-    cause = min(candidates, key=walk.time)
-    return _culprit(cause, walk, reached.get(cause, []), masks.get(cause), faults)
+    for record in records:
+        if record.status == "masks":
+            for cause in walk.undeclared_causes(record):
+                masks.setdefault(cause, record)
+    if not reached and not masks:
+        raised = next((record for record in records if record.status == "raised"), None)
+        return None if raised is None else _from_error(raised, faults)
+    cause = min(reached or masks, key=walk.time)
+    names = reached.get(cause, [])
+    cause = _earlier_twin(cause, masks, walk) if reached else cause
+    return _culprit(cause, walk, names, masks.get(cause), faults)
+
+
+def _earlier_twin(cause: int, masks: Iterable[int], walk: _Walk) -> int:
+    """A masked cause at the line whose backward pass broke, if there is one: it came first."""
+    broken = walk.records.get(cause)
+    if broken is None or broken.phase != "backward":
+        return cause
+    twins = [m for m in masks if m in walk.records and walk.records[m].place == broken.place]
+    return min(twins, default=cause)
 
 
 class _Walk:
@@ -60,6 +68,11 @@ class _Walk:
             undeclared = frozenset(cause for cause in found if not self._declared(cause))
             self._known[writer] = undeclared or frozenset(found)
         return self._known[writer]
+
+    def undeclared_causes(self, record: OpRecord) -> list[int]:
+        """Causes of the non-finite inputs of a record that nothing excuses."""
+        found = {cause for parent in record.bad_parents for cause in self.causes(parent)}
+        return sorted(cause for cause in found if not self._declared(cause))
 
     def _search(self, writer: int) -> set[int]:
         found, seen, open_ends = set(), {writer}, [writer]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bevctl.numerics.expected import Expected, Rule, expected
+from bevctl.numerics.expected import Expected, Rule, expected, first_match
 
 MINIMUM_DETERMINANT = 1e-6
 """A 3 × 3 part of a calibration matrix below this maps space onto a plane, a line or a point."""
@@ -61,19 +61,24 @@ def input_faults(batch: Any, name: str = "batch", rules: Expected | None = None)
     return faults
 
 
-def allowed_columns(name: str, rules: Expected) -> tuple[int, ...] | None:
-    """Columns of the last axis that may be not finite in an input; empty for all, None for none."""
-    matching = [rule for rule in rules.inputs if rule.matches(name)]
-    if not matching:
-        return None
-    return () if any(not rule.columns for rule in matching) else tuple(c for rule in matching for c in rule.columns)
+def bad_elements(name: str, tensor: Tensor, rules: Expected) -> Tensor:
+    """Flags, of the tensor's shape, of the non-finite elements that no rule allows."""
+    bad = ~tensor.isfinite()
+    for rule in rules.inputs:
+        if rule.matches(name):
+            columns = [c for c in rule.columns or range(bad.shape[-1]) if c < bad.shape[-1]]
+            bad[..., columns] = False
+    return bad
+
+
+def allowed_reason(name: str, rules: Expected) -> str:
+    """Why an input may hold something that is not finite; "" if it may not."""
+    rule = first_match(rules.inputs, name)
+    return rule.reason if rule is not None else ""
 
 
 def _faults(name: str, tensor: Tensor, rules: Expected) -> list[InputFault]:
-    bad = ~tensor.isfinite()
-    allowed = allowed_columns(name, rules)
-    if allowed is not None:
-        bad = _without(bad, allowed)
+    bad = bad_elements(name, tensor, rules)
     if bad.any():
         return [_fault(name, "nonfinite", bad, f"{_counted(tensor, bad)} in {name}{_places(bad)}")]
     for rule in rules.plausible:
@@ -82,14 +87,6 @@ def _faults(name: str, tensor: Tensor, rules: Expected) -> list[InputFault]:
             if fault is not None:
                 return [fault]
     return _degenerate(name, tensor) if ".calibration." in name else []
-
-
-def _without(bad: Tensor, columns: Sequence[int]) -> Tensor:
-    if not columns:
-        return torch.zeros_like(bad)
-    bad = bad.clone()
-    bad[..., [c for c in columns if c < bad.shape[-1]]] = False
-    return bad
 
 
 def _implausible(name: str, tensor: Tensor, rule: Rule) -> InputFault | None:

@@ -14,8 +14,8 @@ from torch._ops import OpOverload
 
 from bevctl.numerics.expected import Rule, expected, first_match
 
-_REPLACES_CONTENT = ("aten.copy_", "aten.zero_", "aten.fill_", "aten.normal_", "aten.uniform_", "aten.bernoulli_")
-_OPAQUE_CONSTRUCTORS = ("aten.zeros", "aten.ones", "aten.full", "aten.new_zeros", "aten.new_ones", "aten.new_full")
+_REPLACE_CONTENT = ("aten.copy_", "aten.zero_", "aten.fill_", "aten.normal_", "aten.uniform_", "aten.bernoulli_")
+_CONSTRUCTORS = ("aten.zeros", "aten.ones", "aten.full", "aten.new_zeros", "aten.new_ones", "aten.new_full")
 
 
 @dataclass(frozen=True)
@@ -24,22 +24,22 @@ class Traits:
 
     name: str
     """Such as aten.add_.Tensor."""
+    arguments: tuple[str, ...]
+    """Names of all arguments, positional ones first."""
     is_view: bool
-    """Its result shares memory with its input and computes nothing."""
+    """Its result shares memory with its input; nothing is computed."""
     written: tuple[str, ...]
     """Names of the arguments that it writes to."""
     replaced: tuple[str, ...]
     """Those among them whose content before does not matter."""
-    arguments: tuple[str, ...]
-    """Names of all arguments, positional ones first."""
-    uninitialised: bool
-    """Its result has no meaning yet."""
+    uninitialised: Rule | None
+    """Why its result has no meaning yet."""
     constructor: bool
-    """Its result is often filled by a kernel that torch does not see."""
+    """Its result is a constant, often filled later by a kernel that torch does not see."""
     masking: Rule | None
-    """Why it may swallow what is not finite."""
-    output_rules: tuple[Rule, ...]
-    """Which of its outputs may be anything."""
+    """Why it may hide what is not finite."""
+    unfinished: tuple[Rule, ...]
+    """Which of its outputs may hold anything."""
 
 
 @functools.cache
@@ -47,26 +47,77 @@ def traits_of(func: OpOverload) -> Traits:
     """The traits of an operation."""
     schema, name, rules = func._schema, str(func), expected()
     written = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
-    out_only = tuple(a.name for a in schema.arguments if a.name in written and a.is_out)
-    replaces = name.startswith(_REPLACES_CONTENT)
-    constructors = tuple(f"{prefix}{suffix}" for prefix in _OPAQUE_CONSTRUCTORS for suffix in (".", "_like."))
+    outs = tuple(a.name for a in schema.arguments if a.is_out)
     return Traits(
         name=name,
+        arguments=tuple(a.name for a in schema.arguments),
         is_view=not written and any(r.alias_info is not None for r in schema.returns),
         written=written,
-        replaced=written if replaces else out_only,
-        arguments=tuple(a.name for a in schema.arguments),
-        uninitialised=first_match(rules.uninitialised, name) is not None,
-        constructor=name.startswith(constructors),
+        replaced=written if name.startswith(_REPLACE_CONTENT) else outs,
+        uninitialised=first_match(rules.uninitialised, name),
+        constructor=name.startswith(_CONSTRUCTORS),
         masking=first_match(rules.masking, name),
-        output_rules=tuple(rule for rule in rules.outputs if rule.matches(name)),
+        unfinished=tuple(rule for rule in rules.outputs if rule.matches(name)),
     )
 
 
-def bound_arguments(traits: Traits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(name, value) of every argument that was given."""
-    yield from zip(traits.arguments, args, strict=False)
-    yield from kwargs.items()
+@dataclass(frozen=True)
+class Call:
+    """An operation and its arguments."""
+
+    func: OpOverload
+    traits: Traits
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def bound(self) -> dict[str, Any]:
+        """Every argument that was given, by name."""
+        return bound_arguments(self.traits, self.args, self.kwargs)
+
+    def kept(self) -> Call:
+        """The same call, to be made again later: with copies of the tensors that it both reads and overwrites.
+
+        Lists of tensors that are updated together, as optimizers do, are not copied.
+        """
+        overwritten = [name for name in self.traits.written if name not in self.traits.replaced]
+        if not overwritten:
+            return self
+
+        def copied(name: str, value: Any) -> Any:
+            return value.clone() if name in overwritten and isinstance(value, Tensor) else value
+
+        args = tuple(copied(n, v) for n, v in zip(self.traits.arguments, self.args, strict=False))
+        return Call(self.func, self.traits, args, {name: copied(name, value) for name, value in self.kwargs.items()})
+
+    def read(self) -> list[Tensor]:
+        """Its floating-point inputs."""
+        arguments = self.bound.items()
+        return [t for name, value in arguments if name not in self.traits.replaced for t in floating_tensors(value)]
+
+    def constants(self) -> Iterator[float]:
+        """The Python numbers among the arguments."""
+        for value in (*self.args, *self.kwargs.values()):
+            for item in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(item, float):
+                    yield item
+
+    @property
+    def asks_for_nonfinite(self) -> bool:
+        """Whether a number among the arguments is not finite: somebody meant it."""
+        return any(not math.isfinite(number) for number in self.constants())
+
+
+def written_tensors(traits: Traits, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[Tensor]:
+    """The floating-point tensors that an operation returned or wrote into, each once."""
+    bound = bound_arguments(traits, args, kwargs)
+    into = [tensor for name in traits.written for tensor in floating_tensors(bound.get(name))]
+    return list({id(tensor): tensor for tensor in (*floating_tensors(result), *into)}.values())
+
+
+def bound_arguments(traits: Traits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Every argument that was given, by name."""
+    return dict(zip(traits.arguments, args, strict=False)) | dict(kwargs)
 
 
 def floating_tensors(value: Any) -> Iterator[Tensor]:
@@ -77,10 +128,3 @@ def floating_tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from floating_tensors(item)
-
-
-def has_nonfinite_constant(value: Any) -> bool:
-    """Whether an argument is a Python number, or a list with one, that is not finite: somebody meant it."""
-    if isinstance(value, float):
-        return not math.isfinite(value)
-    return isinstance(value, list | tuple) and any(has_nonfinite_constant(item) for item in value)

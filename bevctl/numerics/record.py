@@ -18,7 +18,9 @@ class Verdict:
     what: str
     """One sentence with numbers."""
     wide: Extent | None = None
-    """The result in the wider format; None where the operation could not run in it."""
+    """The result in the wider format; None where the operation was not done again."""
+    lost_in: tuple[int, ...] = ()
+    """Underflow: indices of the records that rounded to zero, oldest first."""
 
     @property
     def is_range(self) -> bool:
@@ -41,7 +43,7 @@ class OpRecord:
     place: Place
     inputs: tuple[Extent, ...]
     """Floating-point inputs, as they were before the operation."""
-    outputs: tuple[Extent, ...]
+    outputs: tuple[Extent, ...] = ()
     parents: tuple[int, ...] = ()
     """Where each input came from: index of a record, or −1 − index of a source."""
     status: str = "fine"

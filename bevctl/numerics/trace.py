@@ -1,4 +1,4 @@
-"""Watches one training step and finds the first operation that turned finite numbers into something else."""
+"""Watches a training step and finds the first operation that turned finite numbers into something else."""
 
 from __future__ import annotations
 
@@ -10,46 +10,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from bevctl.numerics.classify import classify
 from bevctl.numerics.culprit import Outcome, find_culprit, inheritors_of
-from bevctl.numerics.expected import expected
 from bevctl.numerics.extent import Extent, measure
-from bevctl.numerics.inputs import InputFault, allowed_columns, bad_samples, input_faults, named_tensors
-from bevctl.numerics.operation import (
-    Traits,
-    bound_arguments,
-    floating_tensors,
-    has_nonfinite_constant,
-    traits_of,
-)
+from bevctl.numerics.inputs import InputFault, input_faults, named_tensors
+from bevctl.numerics.ledger import Known, Ledger, address
+from bevctl.numerics.operation import Call, floating_tensors, traits_of, written_tensors
 from bevctl.numerics.place import Places
+from bevctl.numerics.ranges import ModuleRange, RangeCounter
+from bevctl.numerics.recent import RecentCalls
 from bevctl.numerics.record import Culprit, OpRecord, Source
-from bevctl.numerics.rerun import Call, judge
+from bevctl.numerics.verdict import judge
 from bevctl.ops.backend import forced
 
 MAX_RECORDS = 200_000
 """Operations kept; a training step of the full model has some ten thousand."""
-MAX_VERDICTS = 64
+MAX_ORIGINS = 64
 """Origins that are done again in a wider format."""
-
-
-class _Memory:
-    """What is known of one piece of memory: who wrote it last, and what was measured in it."""
-
-    __slots__ = ("declared", "measured", "writer")
-
-    def __init__(self, writer: int, declared: str = "") -> None:
-        self.writer = writer
-        self.declared = declared
-        self.measured: dict[tuple[Any, ...], tuple[int, Extent]] = {}
+MAX_ROWS = 64
+FOR_THE_LOG = "stats/"
+"""Outputs of a model that are no loss."""
 
 
 class Trace(TorchDispatchMode):
     """A context in which a model's forward and backward passes are watched, operation by operation.
 
-    Works on any device, for any nn.Module, for code outside modules and for autograd Functions. Our own kernels run
-    as torch operations meanwhile. The numbers of the step are those of a step without the trace, on the same backend.
+    Works on any device, for any nn.Module, for code around modules, for autograd Functions and for activations that
+    are computed again. The numbers are those of a step without it, except that our own kernels run as torch
+    operations and compiled code runs uncompiled. It waits for the device after each operation.
 
         with Trace(model) as trace:
             losses = model(batch)
@@ -57,35 +47,33 @@ class Trace(TorchDispatchMode):
         culprit = trace.first_bad()
 
     Args:
-        model: what module names refer to; not a DDP wrapper around it.
+        model: what the names of modules refer to; inside a DDP wrapper, not the wrapper.
+        ranges: also count saturated and underflowing numbers for each module.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, ranges: bool = False) -> None:
         super().__init__()
         self.records: list[OpRecord] = []
-        self.sources: list[Source] = []
         self.faults: list[InputFault] = []
         """What is wrong with the data that the model was called with."""
-        self.dropped = 0
-        """Records beyond MAX_RECORDS."""
         self._model = model
-        self._places = Places(model)
-        self._memory: dict[int, _Memory] = {}
-        self._weights = {
-            _address(tensor): name
-            for named in (model.named_parameters(), model.named_buffers())
-            for name, tensor in named
-        }
-        self._outcomes: list[Outcome] = []
+        self._count = 0
+        self._origins = 0
         self._depth = 0
-        self._verdicts = 0
-        self._batch_size = 0
+        self._in_backward = False
+        self._places = Places(model)
+        weights = [*model.named_parameters(), *model.named_buffers()]
+        self._ledger = Ledger({address(tensor): name for name, tensor in weights})
+        self._recent = RecentCalls()
+        self._ranges = RangeCounter() if ranges else None
+        self._outcomes: list[Outcome] = []
         self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> Trace:
         self._exits.enter_context(forced("torch"))
+        self._exits.enter_context(_uncompiled())
         before = self._model.register_forward_pre_hook(self._enter_model, with_kwargs=True)
-        after = self._model.register_forward_hook(self._leave_model, always_call=True)
+        after = self._model.register_forward_hook(self._leave_model)
         self._exits.callback(before.remove)
         self._exits.callback(after.remove)
         super().__enter__()
@@ -94,13 +82,19 @@ class Trace(TorchDispatchMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         self._exits.close()
-        self._collect_gradients()
+        self._recent.clear()
+        self._end_backward()
+
+    @property
+    def sources(self) -> Sequence[Source]:
+        """The tensors that no operation of the trace made."""
+        return self._ledger.sources
 
     def first_bad(self) -> Culprit | None:
-        """The operation, input or weight that first was not finite without an excuse, or None.
+        """What first was not finite without an excuse: an operation, an input or a weight. None for a healthy step.
 
-        What reached a loss or a gradient comes first; something hidden by nan_to_num or the like comes next. What
-        did no harm (an infinity that a sigmoid swallowed) is none.
+        What reached a loss or a gradient comes first, then what was hidden on the way (by nan_to_num, say). What did
+        no harm, such as an infinity that a sigmoid swallowed, is none.
         """
         return find_culprit(self.records, self.sources, self._outcomes, self.faults)
 
@@ -108,224 +102,132 @@ class Trace(TorchDispatchMode):
         """Later operations whose result is not finite because the culprit's was not."""
         return inheritors_of(self.records, culprit)
 
-    # Around the model
+    def module_ranges(self) -> list[ModuleRange]:
+        """Magnitudes by module, phase and format, if asked for with `ranges`; the closest to FP16's limit first."""
+        return self._ranges.ranges() if self._ranges is not None else []
 
     def _enter_model(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth += 1
-        with torch.utils._python_dispatch._disable_current_modes():
-            values = [*args, *kwargs.values()]
-            sizes = [size for value in values if isinstance(size := getattr(value, "size", None), int)]
-            self._batch_size = max(sizes, default=0)
+        values = [*args, *kwargs.values()]
+        with _disable_current_modes():
             for position, value in enumerate(values):
                 name = "batch" if len(values) == 1 else f"input[{position}]"
                 self.faults += input_faults(value, name)
                 for path, tensor in named_tensors(value, name):
-                    if tensor.is_floating_point():
-                        self._register_input(path, tensor)
-
-    def _register_input(self, name: str, tensor: Tensor) -> None:
-        (extent,) = measure([tensor])
-        declared = ""
-        allowed = allowed_columns(name, expected())
-        samples: tuple[int, ...] = ()
-        if extent.bad:
-            bad = ~tensor.isfinite()
-            samples = bad_samples(name, bad)
-            excused = bad.clone()
-            if allowed:
-                excused[..., [c for c in allowed if c < bad.shape[-1]]] = False
-            if allowed is not None and not (excused.any() and allowed):
-                declared = next(rule.reason for rule in expected().inputs if rule.matches(name))
-        self.sources.append(Source(name, "data", extent, declared, len(self.records), samples))
-        self._memory[_address(tensor)] = _Memory(-len(self.sources), declared)
+                    for floating in floating_tensors(tensor):
+                        self._ledger.add_input(path, floating.detach(), self._count)
 
     def _leave_model(self, _: nn.Module, __: Any, output: Any) -> None:
         self._depth -= 1
-        with torch.utils._python_dispatch._disable_current_modes():
-            for name, tensor in named_tensors(output, ""):
-                if tensor.is_floating_point():
-                    self._add_outcome(name.lstrip("."), tensor)
+        with _disable_current_modes():
+            named = [(name.lstrip("."), tensor) for name, tensor in named_tensors(output, "")]
+            self._add_outcomes([(name or "output", t) for name, t in named if not name.startswith(FOR_THE_LOG)])
 
-    def _collect_gradients(self) -> None:
-        for name, parameter in self._model.named_parameters():
-            if parameter.grad is not None:
-                self._add_outcome(f"gradient of {name}", parameter.grad)
+    def _end_backward(self) -> None:
+        """Notes the gradients as the backward pass left them, before anything clips them."""
+        if self._in_backward:
+            self._in_backward = False
+            gradients = [(f"gradient of {name}", p.grad) for name, p in self._model.named_parameters()]
+            self._add_outcomes([(name, gradient) for name, gradient in gradients if gradient is not None])
 
-    def _add_outcome(self, name: str, tensor: Tensor) -> None:
-        memory = self._memory.get(_address(tensor))
-        if memory is None:
-            return
-        (extent,) = measure([tensor.detach()])
-        if extent.bad:
-            self._outcomes.append(Outcome(name, memory.writer))
-
-    # Each operation
+    def _add_outcomes(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        floating = [(name, t.detach()) for name, tensor in named for t in floating_tensors(tensor)]
+        extents = measure([tensor for _, tensor in floating])
+        for (name, tensor), extent in zip(floating, extents, strict=True):
+            writer = self._ledger.writer(tensor)
+            if extent.bad and writer is not None:
+                self._outcomes.append(Outcome(name, writer))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        traits = traits_of(func)
         node: Node | None = torch._C._current_autograd_node()
-        if traits.is_view:
+        if traits_of(func).is_view:
             if node is None:
                 self._places.of_forward(any(t.requires_grad for t in floating_tensors(args)))
             return func(*args, **kwargs)
-        bound = list(bound_arguments(traits, args, kwargs))
-        read = [t for name, value in bound if name not in traits.replaced for t in floating_tensors(value)]
         if node is None:
-            place, again = self._places.of_forward(any(t.requires_grad for t in read)), False
-        else:
-            place, again = self._places.of_backward(node)
-        phase = "recompute" if again else "backward" if node is not None else "forward" if self._depth else "outside"
-        extents = self._extents(read)
-        memories = [self._memory[_address(t)] for t in read]
-        call = _call_before(func, traits, args, kwargs)
-        record = OpRecord(
-            index=len(self.records) + self.dropped,
-            phase=phase,
-            op=traits.name,
-            node=node.name() if node is not None else "",
-            place=place,
-            inputs=tuple(extents),
-            outputs=(),
-            parents=tuple(m.writer for m in memories),
-        )
+            self._end_backward()
+        call = Call(func, traits_of(func), args, kwargs)
+        read = call.read()
+        known = self._ledger.read(read, self._count)
+        record = self._record(call, node, read, known)
+        call = call.kept()
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
-            self._keep(dataclasses.replace(record, status="raised", note=str(error).split("\n")[0]))
+            self._keep(dataclasses.replace(record, status="raised", note=str(error).strip().split("\n")[0]))
             raise
-        written = [t for name, value in bound if name in traits.written for t in floating_tensors(value)]
-        outputs = {id(t): t for t in (*floating_tensors(result), *written)}
+        outputs = written_tensors(call.traits, args, kwargs, result)
         if outputs:
-            self._finish(record, call, memories, list(outputs.values()), written)
+            self._finish(record, call, known, outputs)
         return result
 
-    def _finish(
-        self, record: OpRecord, call: Call, memories: list[_Memory], outputs: list[Tensor], written: list[Tensor]
-    ) -> None:
-        traits = call.traits
-        results = [Extent(t.dtype, tuple(t.shape), 0.0, 0.0) for t in outputs]
-        if not traits.uninitialised:
-            results = measure(outputs)
-        record = dataclasses.replace(record, outputs=tuple(results))
-        inputs = list(zip(record.inputs, memories, strict=True))
-        excuse = self._excuse(record, call, memories)
-        culpable = [extent for extent, memory in inputs if extent.bad and not memory.declared]
-        bad = [i for i, extent in enumerate(results) if extent.bad]
-        if traits.uninitialised:
-            record = dataclasses.replace(record, status="declared", note="memory that nothing was written to yet")
-        elif bad and culpable:
-            record = dataclasses.replace(record, status="inherits")
-        elif bad and excuse:
-            record = dataclasses.replace(record, status="declared", note=excuse)
-        elif bad:
-            record = self._origin(record, call, outputs[bad[0]], results)
-        elif culpable and traits.masking is not None:
-            record = dataclasses.replace(record, status="masks", note=traits.masking.reason)
-        self._remember(record, traits, outputs, results, written)
-        self._keep(record)
-
-    def _excuse(self, record: OpRecord, call: Call, memories: list[_Memory]) -> str:
-        """Why the record's outputs may be not finite."""
-        bad = [i for i, extent in enumerate(record.outputs) if extent.bad]
-        if bad and all(any(not r.outputs or i in r.outputs for r in call.traits.output_rules) for i in bad):
-            return call.traits.output_rules[0].reason
-        declared = [
-            (extent, memory.declared) for extent, memory in zip(record.inputs, memories, strict=True) if extent.bad
-        ]
-        constant = any(has_nonfinite_constant(v) for v in (*call.args, *call.kwargs.values()))
-        if any(extent.nan for extent in record.outputs) and not any(extent.nan for extent, _ in declared):
-            return ""
-        return declared[0][1] if declared else "a constant of the code" if constant else ""
-
-    def _origin(self, record: OpRecord, call: Call, output: Tensor, results: list[Extent]) -> OpRecord:
-        verdict = None
-        if self._verdicts < MAX_VERDICTS:
-            self._verdicts += 1
-            verdict = judge(call, record.inputs, results)
-        bad = ~output.isfinite()
-        rows = bad.flatten(1).any(1) if bad.dim() > 1 else bad.flatten()
-        return dataclasses.replace(
-            record, status="origin", verdict=verdict, rows=tuple(rows.nonzero()[:64, 0].tolist())
+    def _record(self, call: Call, node: Node | None, read: Sequence[Tensor], known: Sequence[Known]) -> OpRecord:
+        """The record of a call before it runs."""
+        if node is None:
+            place = self._places.of_forward(any(t.requires_grad for t in read))
+            phase = "forward" if self._depth else "outside"
+        else:
+            place, again = self._places.of_backward(node)
+            phase = "recompute" if again else "backward"
+            self._in_backward = True
+        return OpRecord(
+            index=self._count,
+            phase=phase,
+            op=call.traits.name,
+            node="" if node is None else node.name(),
+            place=place,
+            inputs=tuple(k.extent for k in known),
+            parents=tuple(k.writer for k in known),
         )
 
-    def _remember(
-        self, record: OpRecord, traits: Traits, outputs: list[Tensor], results: list[Extent], written: list[Tensor]
-    ) -> None:
-        reused = {_address(t) for t in written}
-        for tensor, extent in zip(outputs, results, strict=True):
-            address = _address(tensor)
-            declared = record.note if record.status == "declared" else ""
-            memory = _Memory(record.index, declared)
-            previous = self._memory.get(address)
-            if address in reused and previous is not None and not extent.bad and _is_part(tensor):
-                memory = previous  # the rest of it may still be what it was
-            if not (traits.uninitialised or traits.constructor or written):
-                memory.measured[_layout(tensor)] = (tensor._version, extent)
-            self._memory[address] = memory
+    def _finish(self, record: OpRecord, call: Call, known: Sequence[Known], outputs: list[Tensor]) -> None:
+        """Measures what a call made, classifies it, and remembers it."""
+        traits = call.traits
+        extents = [_unmeasured(t) for t in outputs] if traits.uninitialised else measure(outputs)
+        status, note = classify(call, known, extents)
+        record = dataclasses.replace(record, outputs=tuple(extents), status=status, note=note)
+        if status == "origin":
+            record = self._judged(record, call, outputs)
+        for tensor, extent in zip(outputs, extents, strict=True):
+            declared = note if status == "declared" and (extent.bad or traits.uninitialised) else ""
+            keep = not (traits.uninitialised or traits.constructor)
+            self._ledger.wrote(record.index, tensor, extent, declared, into=bool(traits.written), keep=keep)
+        if record.phase != "backward":
+            self._recent.add(record.index, call, record.parents, outputs)
+        if self._ranges is not None and not traits.uninitialised:
+            self._ranges.add(record, outputs)
+        self._keep(record)
 
-    def _extents(self, read: Sequence[Tensor]) -> list[Extent]:
-        known: list[Extent | None] = []
-        missing: list[Tensor] = []
-        for tensor in read:
-            memory = self._memory.get(_address(tensor))
-            if memory is None:
-                memory = self._memory[_address(tensor)] = self._new_source(tensor)
-            version, extent = memory.measured.get(_layout(tensor), (-1, None))
-            known.append(extent if version == tensor._version else None)
-            if known[-1] is None:
-                missing.append(tensor)
-        fresh = iter(measure(missing))
-        extents = [extent or next(fresh) for extent in known]
-        for tensor, extent in zip(read, extents, strict=True):
-            memory = self._memory[_address(tensor)]
-            memory.measured[_layout(tensor)] = (tensor._version, extent)
-            if memory.writer < 0:
-                self._note_source(-1 - memory.writer, extent)
-        return extents
-
-    def _new_source(self, tensor: Tensor) -> _Memory:
-        name = self._weights.get(_address(tensor), "")
-        empty = Extent(tensor.dtype, tuple(tensor.shape), 0.0, 0.0)
-        self.sources.append(Source(name, "weight" if name else "unseen", empty, first_use=len(self.records)))
-        return _Memory(-len(self.sources))
-
-    def _note_source(self, index: int, extent: Extent) -> None:
-        source = self.sources[index]
-        if extent.bad and not source.extent.bad:
-            source.extent = extent
+    def _judged(self, record: OpRecord, call: Call, outputs: list[Tensor]) -> OpRecord:
+        """The record of an origin with its verdict, as far as there were not too many, and the rows that broke."""
+        self._origins += 1
+        if self._origins > MAX_ORIGINS:
+            return record
+        dtypes = {extent.dtype for extent in (*record.inputs, *record.outputs)}
+        verdict = judge(call, record.parents, dtypes, self._recent)
+        broken = next(t for t, extent in zip(outputs, record.outputs, strict=True) if extent.bad)
+        return dataclasses.replace(record, verdict=verdict, rows=_bad_rows(broken))
 
     def _keep(self, record: OpRecord) -> None:
+        self._count += 1
         if len(self.records) < MAX_RECORDS:
             self.records.append(record)
-        else:
-            self.dropped += 1
 
 
-def _call_before(func: Any, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """The call, with copies of the tensors that it both reads and overwrites."""
-
-    def kept(name: str, value: Any) -> Any:
-        overwritten = name in traits.written and name not in traits.replaced and isinstance(value, Tensor)
-        return value.clone() if overwritten else value
-
-    names = zip(traits.arguments, args, strict=False)
-    return Call(func, traits, tuple(kept(n, v) for n, v in names), {n: kept(n, v) for n, v in kwargs.items()})
+def _unmeasured(tensor: Tensor) -> Extent:
+    return Extent(tensor.dtype, tuple(tensor.shape), 0.0, 0.0)
 
 
-def _first(flags: Tensor, count: int = 64) -> tuple[int, ...]:
-    """Positions of the first `count` set flags."""
-    return tuple(flags.nonzero()[:count, 0].tolist())
+def _bad_rows(tensor: Tensor) -> tuple[int, ...]:
+    """The first indices of the first axis where something is not finite; none for a scalar."""
+    if tensor.dim() == 0:
+        return ()
+    rows = (~tensor.isfinite()).flatten(1).any(1) if tensor.dim() > 1 else ~tensor.isfinite()
+    return tuple(rows.nonzero()[:MAX_ROWS, 0].tolist())
 
 
-def _address(tensor: Tensor) -> int:
-    """Identity of the tensor's memory while it is alive."""
-    return tensor.untyped_storage()._cdata
-
-
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    return (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
-def _is_part(tensor: Tensor) -> bool:
-    return tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes()
+def _uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """Compiled parts run as plain Python: inside a compiled region no operation can be seen. From torch 2.6 on."""
+    set_stance = getattr(torch.compiler, "set_stance", None)
+    return contextlib.nullcontext() if set_stance is None else set_stance("force_eager")

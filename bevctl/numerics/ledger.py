@@ -1,0 +1,116 @@
+"""Who wrote what: the memory that a step's tensors lie in, and what was measured there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from bevctl.numerics.expected import expected
+from bevctl.numerics.extent import Extent, measure
+from bevctl.numerics.inputs import allowed_reason, bad_elements, bad_samples
+from bevctl.numerics.record import Source
+
+
+@dataclass(frozen=True)
+class Known:
+    """A tensor as an operation reads it."""
+
+    extent: Extent
+    writer: int
+    """Index of the record that wrote it last, or −1 − index of a source."""
+    declared: str
+    """Why it may be not finite; "" if it may not."""
+
+
+@dataclass
+class _Memory:
+    """One allocation."""
+
+    writer: int
+    declared: str = ""
+    measured: dict[tuple[Any, ...], tuple[int, Extent]] = field(default_factory=dict)
+    """By layout: the tensor's version counter when it was measured, and what was found."""
+
+
+class Ledger:
+    """Keeps the writer of each allocation, so that views and in-place operations need no special care.
+
+    `weights` names parameters and buffers by `address`.
+    """
+
+    def __init__(self, weights: Mapping[int, str]) -> None:
+        self.sources: list[Source] = []
+        self._weights = weights
+        self._memory: dict[int, _Memory] = {}
+
+    def read(self, tensors: Sequence[Tensor], now: int) -> list[Known]:
+        """What is known of tensors that record number `now` is about to read; measures what changed."""
+        memories = [self._memory_of(tensor, now) for tensor in tensors]
+        known = [_remembered(memory, tensor) for memory, tensor in zip(memories, tensors, strict=True)]
+        fresh = iter(measure([t for t, extent in zip(tensors, known, strict=True) if extent is None]))
+        extents = [next(fresh) if extent is None else extent for extent in known]
+        for tensor, memory, extent in zip(tensors, memories, extents, strict=True):
+            memory.measured[_layout(tensor)] = (tensor._version, extent)
+            if memory.writer < 0 and extent.bad:
+                self.sources[-1 - memory.writer].extent = extent
+        return [Known(extent, m.writer, m.declared) for extent, m in zip(extents, memories, strict=True)]
+
+    def wrote(self, index: int, tensor: Tensor, extent: Extent, declared: str, into: bool, keep: bool) -> None:
+        """Notes that record `index` made `tensor`, or wrote `into` one that was there.
+
+        `keep`: nothing writes to it behind our back, so that the extent may be used when it is read next.
+        """
+        place = address(tensor)
+        before = self._memory.get(place)
+        if into and before is not None and not extent.bad and _is_part(tensor):
+            return  # the rest of it may still be what it was
+        memory = self._memory[place] = _Memory(index, declared)
+        if keep and not into:
+            memory.measured[_layout(tensor)] = (tensor._version, extent)
+
+    def add_input(self, name: str, tensor: Tensor, now: int) -> None:
+        """Names a tensor that the model is called with."""
+        (extent,) = measure([tensor])
+        source = Source(name, "data", extent, first_use=now)
+        if extent.bad:
+            fault = bad_elements(name, tensor, expected())
+            source.samples = bad_samples(name, fault)
+            source.declared = "" if fault.any() else allowed_reason(name, expected())
+        self.sources.append(source)
+        self._memory[address(tensor)] = _Memory(-len(self.sources), source.declared)
+
+    def writer(self, tensor: Tensor) -> int | None:
+        """Who wrote the tensor last; None if it was not seen."""
+        memory = self._memory.get(address(tensor))
+        return None if memory is None else memory.writer
+
+    def _memory_of(self, tensor: Tensor, now: int) -> _Memory:
+        place = address(tensor)
+        memory = self._memory.get(place)
+        if memory is None:
+            name = self._weights.get(place, "")
+            nothing = Extent(tensor.dtype, tuple(tensor.shape), 0.0, 0.0)
+            self.sources.append(Source(name, "weight" if name else "unseen", nothing, first_use=now))
+            memory = self._memory[place] = _Memory(-len(self.sources))
+        return memory
+
+
+def address(tensor: Tensor) -> int:
+    """Identity of the tensor's memory while it is alive."""
+    return tensor.untyped_storage()._cdata
+
+
+def _remembered(memory: _Memory, tensor: Tensor) -> Extent | None:
+    version, extent = memory.measured.get(_layout(tensor), (-1, None))
+    return extent if version == tensor._version else None
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _is_part(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes()
