@@ -176,7 +176,10 @@ class IncidentShelf:
 
     def admits(self, kind: str) -> bool:
         """Whether a bundle of this kind has a place; a graver kind takes that of the newest of a less grave one."""
-        return on_main(self.world, lambda: len(find_incidents(self.work_dir)) < self.limit or bool(self._weaker(kind)))
+        return on_main(self.world, lambda: self._has_room() or (self.limit > 0 and bool(self._weaker(kind))))
+
+    def _has_room(self) -> bool:
+        return len(find_incidents(self.work_dir)) < self.limit
 
     def put(self, incident: Incident, state: Mapping[str, Any], batches: Sequence[Batch]) -> Path | None:
         """Writes a bundle that `admits` has a place for.
@@ -208,8 +211,7 @@ class IncidentShelf:
 
     def _prepare(self, kind: str, state_bytes: int, batch_bytes: int) -> tuple[Path, bool] | None:
         """A folder to write into, and whether the batches fit; makes room first."""
-        existing = find_incidents(self.work_dir)
-        if len(existing) >= self.limit:
+        if not self._has_room():
             shutil.rmtree(self._weaker(kind)[-1], ignore_errors=True)
         left = self.gigabytes * _GB - sum(_folder_bytes(path) for path in find_incidents(self.work_dir))
         if state_bytes > left:

@@ -109,19 +109,31 @@ class StatisticsGuard:
 
     def __init__(self, model: nn.Module) -> None:
         norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-        self._live = [b for norm in norms for b in norm.buffers(recurse=False) if b.is_floating_point()]
-        self._before = [torch.empty_like(b) for b in self._live]
+        buffers = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+        self._live = [[b for b in buffers if b.dtype == dtype] for dtype in {b.dtype for b in buffers}]
+        """By type: a kernel takes many tensors at once, but of one type."""
+        self._before = [_joined(live) for live in self._live]
 
     def remember(self) -> None:
-        if self._live:
-            torch._foreach_copy_(self._before, self._live)
+        self._before = [_joined(live) for live in self._live]
 
     def restore(self) -> None:
         """Puts the remembered values back."""
-        if self._live:
-            torch._foreach_copy_(self._live, self._before)
+        for live, before in zip(self._live, self._before, strict=True):
+            _put(before, live)
 
     def restore_where(self, skipped: Tensor) -> None:
         """Puts the remembered values back where `skipped` (0-dimensional, on the device) is not zero."""
         for live, before in zip(self._live, self._before, strict=True):
-            live.copy_(torch.where(skipped > 0, before, live))
+            _put(torch.where(skipped > 0, before, _joined(live)), live)
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    """(n,) all values, copied."""
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def _put(values: Tensor, tensors: list[Tensor]) -> None:
+    """The inverse of `_joined`."""
+    pieces = values.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(tensors, [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)])
