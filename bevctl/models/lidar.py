@@ -6,47 +6,34 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from bevctl.config.schema import LidarConfig
 from bevctl.errors import BevctlError
 from bevctl.ops.rulebook import Triple, output_shape
+from bevctl.ops.site_norm import SiteNorm
+from bevctl.ops.sites import Window, plan_sites
 from bevctl.ops.sparse_conv import SparseConv3d, SparseTensor, SubMConv3d
-from bevctl.ops.voxelize import grid_shape, voxelize
+from bevctl.ops.voxelize import grid_shape, padded_voxels
 
-_KERNEL, _STRIDE = (3, 3, 3), (2, 2, 2)
-_PADDINGS = ((1, 1, 1), (1, 1, 1), (1, 1, 0))
-"""Padding of the strided convolution that ends each of the first three stages."""
-_OUT_KERNEL, _OUT_STRIDE = (1, 1, 3), (1, 1, 2)
-
-
-class SiteNorm(nn.BatchNorm1d):
-    """BatchNorm over active sites, eps 1e-3 and momentum 0.01.
-
-    Fewer than two sites have no variance: the running statistics stand in, also in training.
-    """
-
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels, eps=1e-3, momentum=0.01)
-
-    def forward(self, features: Tensor) -> Tensor:
-        if len(features) > 1 or not self.training:
-            return super().forward(features)
-        return functional.batch_norm(
-            features, self.running_mean, self.running_var, self.weight, self.bias, training=False, eps=self.eps
-        )
+_WINDOWS = (
+    Window((3, 3, 3), (2, 2, 2), (1, 1, 1)),
+    Window((3, 3, 3), (2, 2, 2), (1, 1, 1)),
+    Window((3, 3, 3), (2, 2, 2), (1, 1, 0)),
+    Window((1, 1, 3), (1, 1, 2), (0, 0, 0)),
+)
+"""The strided convolutions that end the first three stages and the encoder."""
 
 
 class ConvNormAct(nn.Sequential):
     """A sparse convolution, norm and ReLU."""
 
     def __init__(self, conv: SubMConv3d | SparseConv3d) -> None:
-        super().__init__(conv, SiteNorm(conv.weight.shape[4]), nn.ReLU(inplace=True))
+        super().__init__(conv, SiteNorm(conv.weight.shape[4]))
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        conv, norm, act = self
+        conv, norm = self
         y: SparseTensor = conv(x)
-        return y.with_features(act(norm(y.features)))
+        return y.with_features(norm(y.features, relu=True))
 
 
 class ResidualBlock(nn.Module):
@@ -61,8 +48,8 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         y = self.conv1(x)
-        y = self.conv2(y.with_features(functional.relu(self.bn1(y.features))))
-        return x.with_features(functional.relu(self.bn2(y.features) + x.features))
+        y = self.conv2(y.with_features(self.bn1(y.features, relu=True)))
+        return x.with_features(self.bn2(y.features, shortcut=x.features, relu=True))
 
 
 class SparseEncoder(nn.Module):
@@ -90,12 +77,12 @@ class SparseEncoder(nn.Module):
         self.encoder_layers = nn.Sequential()
         for stage, width in enumerate(channels):
             layers: list[nn.Module] = [ResidualBlock(width) for _ in range(blocks)]
-            if stage < len(_PADDINGS):
-                layers.append(ConvNormAct(SparseConv3d(width, channels[stage + 1], _KERNEL, _STRIDE, _PADDINGS[stage])))
-                shape = output_shape(shape, _KERNEL, _STRIDE, _PADDINGS[stage])
+            if stage + 1 < len(channels):
+                layers.append(ConvNormAct(SparseConv3d(width, channels[stage + 1], *_WINDOWS[stage])))
+                shape = output_shape(shape, *_WINDOWS[stage])
             self.encoder_layers.add_module(f"encoder_layer{stage + 1}", nn.Sequential(*layers))
-        self.conv_out = ConvNormAct(SparseConv3d(channels[3], out_channels, _OUT_KERNEL, _OUT_STRIDE))
-        self.out_shape = output_shape(shape, _OUT_KERNEL, _OUT_STRIDE, (0, 0, 0))
+        self.conv_out = ConvNormAct(SparseConv3d(channels[3], out_channels, *_WINDOWS[3]))
+        self.out_shape = output_shape(shape, *_WINDOWS[3])
         if min(self.out_shape) < 1:
             raise BevctlError(
                 f"a grid of {self.in_shape} cells is too small for the sparse encoder: it ends as {self.out_shape}",
@@ -104,8 +91,15 @@ class SparseEncoder(nn.Module):
         self.out_channels = out_channels * self.out_shape[2]
 
     def forward(self, features: Tensor, coords: Tensor, batch: int) -> Tensor:
-        """(M, F) voxel features at (M, 4) cells (b, x, y, z) → (B, out_channels · Z, X, Y), channel c · Z + z."""
-        x = self.conv_input(SparseTensor.build(features, coords, self.in_shape, batch))
+        """Voxel features → (B, out_channels · Z, X, Y), channel c · Z + z, in channels-last memory.
+
+        Args:
+            features: (M, F).
+            coords: (M, 4) int64 cells (b, x, y, z), ascending; rows with b = -1 at the end are padding.
+            batch: samples.
+        """
+        sites = plan_sites(coords, self.in_shape, batch, _WINDOWS)
+        x = self.conv_input(SparseTensor(features[: len(sites)], sites))
         x = self.conv_out(self.encoder_layers(x))
         return x.dense().permute(0, 1, 4, 2, 3).flatten(1, 2)
 
@@ -131,7 +125,7 @@ class VoxelLidarEncoder(nn.Module):
         """B × (P_i, F) points in the LiDAR frame, m → (B, out_channels, X, Y)."""
         c = self.config
         with torch.no_grad():
-            voxels = voxelize(
+            voxels = padded_voxels(
                 points, c.voxel_size, self.point_cloud_range, c.max_points, c.max_voxels[0 if self.training else 1]
             )
         encoded: Tensor = self.backbone(voxels.features, voxels.coords, len(points))

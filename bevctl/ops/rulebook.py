@@ -1,17 +1,45 @@
 """Which input row of a sparse convolution meets which output row, under each offset of the kernel.
 
-Sites are looked up by binary search in sorted linear indices; no array of the size of the grid is made. Coordinates
-are (M, 4) int64 rows (b, x, y, z), unique and ascending; sparse shapes and kernels are in the order (x, y, z).
+Coordinates are (M, 4) int64 rows (b, x, y, z), unique and ascending; sparse shapes and kernels are in the order
+(x, y, z). Sites are looked up by binary search in sorted linear indices, and no array of the size of the grid is made.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from bevctl.ops.backend import use_triton
+
 Triple = tuple[int, int, int]
+TILE = 128
+"""Rows of a tile."""
+MAX_OFFSETS = 31
+"""Offsets that tiles are made for: each has a bit in an int32."""
+
+
+class Tiles(NamedTuple):
+    """A rule-book for a block-wise product. Rows that meet neighbours under the same offsets share tiles.
+
+    The sort by those offsets is stable, so that rows close to each other stay close.
+    """
+
+    order: Tensor
+    """(rows,) int32 row at each place."""
+    table: Tensor
+    """(K, places) int32 as `RuleBook.table`, transposed, in the order of places; the last tile is filled up."""
+    offsets: Tensor
+    """(tiles, K) int32 offsets under which a row of the tile has a neighbour, ascending, the first `offset_counts`."""
+    offset_counts: Tensor
+    """(tiles,) int32."""
+    tiles: Tensor
+    """(K, tiles) int32 tiles with a neighbour under the offset, ascending, the first `tile_counts`."""
+    tile_counts: Tensor
+    """(K,) int32."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +52,26 @@ class RuleBook:
     """Input rows."""
     mirrored: bool
     """Input and output sites are the same: if i meets j under an offset, j meets i under the mirrored one."""
+
+    @functools.cached_property
+    def tiles(self) -> Tiles:
+        """For the Triton path; at least one output row."""
+        from bevctl.ops.kernels import rulebook as kernels
+
+        return Tiles(*kernels.arrange(self.table.T.contiguous(), self.inputs, TILE))
+
+    @functools.cached_property
+    def transposed(self) -> RuleBook:
+        """The output row that each input row meets under each offset; an input meets at most one."""
+        outputs, offsets = self.table.shape
+        if use_triton(self.table):
+            from bevctl.ops.kernels import rulebook as kernels
+
+            return RuleBook(kernels.transpose(self.table.T.contiguous(), self.inputs).T, outputs, mirrored=False)
+        table = self.table.new_full((self.inputs + 1, offsets), outputs)
+        rows = torch.arange(outputs, dtype=table.dtype, device=table.device)
+        table.scatter_(0, self.table.long(), rows[:, None].expand(-1, offsets))
+        return RuleBook(table[:-1], outputs, mirrored=False)
 
 
 def ravel(coords: Tensor, shape: Triple) -> Tensor:

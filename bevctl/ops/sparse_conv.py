@@ -1,34 +1,36 @@
-"""Sparse 3D convolution by gather and matrix product over a rule-book; the grid itself is never made."""
+"""Sparse 3D convolution by products over a rule-book; the grid itself is never made.
+
+In Triton, tiles of output rows gather their neighbours straight into matrix units. In torch, pieces of rows are
+gathered and multiplied; both keep only features and weight for the backward pass.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from bevctl.ops.rulebook import RuleBook, Triple, output_shape, ravel, strided_rules, submanifold_rules
+from bevctl.ops.backend import use_triton
+from bevctl.ops.rulebook import MAX_OFFSETS, RuleBook, Triple, ravel
+from bevctl.ops.sites import Sites, Window
+
+_NOTHINGS = 1024
+"""Rows of zeros that stand for absent neighbours; a single one would be the bottleneck of a GPU's cache."""
 
 
 @dataclass(frozen=True)
 class SparseTensor:
-    """Features at M active sites of a grid; `SparseTensor.build` puts the rows in order."""
+    """Features at the active sites of a batch of grids; `SparseTensor.build` puts the rows in order."""
 
     features: Tensor
     """(M, C)."""
-    coords: Tensor
-    """(M, 4) int64 (b, x, y, z), unique, ascending."""
-    shape: Triple
-    """Cells along x, y, z."""
-    batch: int
-    """Samples; some may have no site."""
-    rules: dict[Triple, RuleBook] = field(default_factory=dict, repr=False, compare=False)
-    """Submanifold rules of these sites by kernel, shared by every tensor made with `with_features`."""
+    sites: Sites
+    """M sites, shared by every tensor made with `with_features`."""
 
     @staticmethod
     def build(features: Tensor, coords: Tensor, shape: Triple, batch: int) -> SparseTensor:
@@ -42,33 +44,53 @@ class SparseTensor:
                 f"features must be (M, C) and coords (M, 4), got {tuple(features.shape)} and {tuple(coords.shape)}"
             )
         order = torch.argsort(ravel(coords.long(), shape))
-        return SparseTensor(features[order], coords.long()[order], shape, batch)
+        return SparseTensor(features[order], Sites(coords.long()[order], shape, batch))
+
+    @property
+    def coords(self) -> Tensor:
+        """(M, 4) int64 (b, x, y, z), unique, ascending."""
+        return self.sites.coords
+
+    @property
+    def shape(self) -> Triple:
+        """Cells along x, y, z."""
+        return self.sites.shape
 
     def with_features(self, features: Tensor) -> SparseTensor:
         """The same sites with other features."""
-        return dataclasses.replace(self, features=features)
-
-    def submanifold_rules(self, kernel: Triple) -> RuleBook:
-        """Rules of a submanifold convolution on these sites, made once a kernel."""
-        if kernel not in self.rules:
-            self.rules[kernel] = submanifold_rules(self.coords, self.shape, kernel)
-        return self.rules[kernel]
+        return SparseTensor(features, self.sites)
 
     def dense(self) -> Tensor:
-        """(B, C, X, Y, Z) with zeros elsewhere."""
-        x, y, z = self.shape
-        grid = self.features.new_zeros(self.batch * x * y * z, self.features.shape[1])
-        grid = grid.index_copy(0, ravel(self.coords, self.shape), self.features)
-        return grid.view(self.batch, x, y, z, -1).permute(0, 4, 1, 2, 3)
+        """(B, C, X, Y, Z) with zeros elsewhere; in memory (B, X, Y, C, Z)."""
+        x, y, z = self.sites.shape
+        columns = ravel(self.coords, self.shape) // z
+        grid: Tensor = _Place.apply(self.features, columns, self.coords[:, 3], (self.sites.batch * x * y, z))
+        return grid.view(self.sites.batch, x, y, -1, z).permute(0, 3, 1, 2, 4)
+
+
+class _Place(torch.autograd.Function):
+    """(columns, C, Z) grid of zeros with (M, C) features at their cells."""
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, columns: Tensor, depths: Tensor, shape: tuple[int, int]) -> Tensor:
+        ctx.save_for_backward(columns, depths)
+        grid = features.new_zeros(shape[0], features.shape[1], shape[1])
+        grid[columns, :, depths] = features
+        return grid
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        columns, depths = ctx.saved_tensors
+        return grad[columns, :, depths], None, None, None
 
 
 def sparse_conv(features: Tensor, weight: Tensor, rules: RuleBook) -> Tensor:
     """Convolve (M, Cin) features with a (kx, ky, kz, Cin, Cout) kernel; (M', Cout).
 
-    Each output row gathers its neighbours, zeros where there is none, and one matrix product sums over neighbours and
-    channels. It runs in the autocast dtype (tensor cores), or without autocast in the wider one of features and
-    weight, and adds up in float32 inside. Sums have a fixed order, so results repeat bit by bit. Only features and
-    weight are kept for the backward pass, which gathers again.
+    Each output row sums over its neighbours and their channels. It runs in the autocast dtype (matrix units), or
+    without autocast in the wider one of features and weight, and adds up in float32 inside. Sums have a fixed order,
+    so results repeat bit by bit. Only features and weight are kept for the backward pass, which gathers again.
 
     Raises:
         ValueError: a kernel that does not fit the features or the rules.
@@ -87,76 +109,85 @@ def sparse_conv(features: Tensor, weight: Tensor, rules: RuleBook) -> Tensor:
     device = features.device.type
     half = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if half else torch.promote_types(features.dtype, weight.dtype)
-    out: Tensor = _GatherProduct.apply(features.to(dtype), kernels, rules)
+    out: Tensor = _RuleProduct.apply(features.to(dtype), kernels, rules)
     return out
 
 
-class _GatherProduct(torch.autograd.Function):
+class _RuleProduct(torch.autograd.Function):
     """out[i] = Σ over offsets of features[table[i, offset]] @ kernels[offset]."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, kernels: Tensor, rules: RuleBook) -> Tensor:
-        ctx.save_for_backward(features, kernels)
-        ctx.rules = rules
-        return _convolve(features, kernels.to(features.dtype), rules.table)
+        features = features.contiguous()
+        half = kernels.to(features.dtype)
+        ctx.save_for_backward(features, half)
+        ctx.rules, ctx.kernel_dtype = rules, kernels.dtype
+        return _convolve(features, half, rules)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         features, kernels = ctx.saved_tensors
         rules: RuleBook = ctx.rules
+        grad = grad.contiguous()
         feature_grad = kernel_grad = None
         if ctx.needs_input_grad[0]:
-            back = kernels.to(grad.dtype).transpose(1, 2)
+            back = kernels.transpose(1, 2)
             # Mirrored rules are their own transpose, with the offsets in reverse.
-            feature_grad = _convolve(grad, back.flip(0), rules.table) if rules.mirrored else _spread(grad, back, rules)
+            if rules.mirrored:
+                feature_grad = _convolve(grad, back, rules, reverse=True)
+            else:
+                feature_grad = _convolve(grad, back, rules.transposed)
         if ctx.needs_input_grad[1]:
-            kernel_grad = _kernel_gradient(features, grad, rules.table).reshape(kernels.shape).to(kernels.dtype)
+            kernel_grad = _kernel_gradient(features, grad, rules).to(ctx.kernel_dtype)
         return feature_grad, kernel_grad, None
 
 
-def _convolve(features: Tensor, kernels: Tensor, table: Tensor) -> Tensor:
-    """(outputs, Cout) of (inputs, Cin) features and (K, Cin, Cout) kernels of one dtype."""
-    out = features.new_empty(len(table), kernels.shape[2])
-    stacked = kernels.flatten(0, 1)
-    for rows, gathered in _gathered(features, table):
+def _tiled(features: Tensor, rules: RuleBook) -> bool:
+    """Whether a product runs in Triton."""
+    known = features.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    return known and use_triton(features) and len(rules.table) > 0 and rules.table.shape[1] <= MAX_OFFSETS
+
+
+def _convolve(features: Tensor, kernels: Tensor, rules: RuleBook, reverse: bool = False) -> Tensor:
+    """(outputs, Cout) of (inputs, Cin) features and (K, Cin, Cout) kernels of one dtype, in reverse if asked."""
+    if _tiled(features, rules):
+        from bevctl.ops.kernels import sparse_conv as triton_kernels
+
+        return triton_kernels.convolve(features, kernels, rules.tiles, len(rules.table), reverse)
+    out = features.new_empty(len(rules.table), kernels.shape[2])
+    stacked = (kernels.flip(0) if reverse else kernels).flatten(0, 1)
+    for rows, gathered in _gathered(features, rules.table):
         torch.mm(gathered, stacked, out=out[rows])
     return out
 
 
-def _spread(grad: Tensor, kernels: Tensor, rules: RuleBook) -> Tensor:
-    """(inputs, Cin) sums of grad[i] @ kernels[offset] at row table[i, offset], accumulated in at least float32.
+def _kernel_gradient(features: Tensor, grad: Tensor, rules: RuleBook) -> Tensor:
+    """(K, Cin, Cout) gradient, added up over pieces in at least float32."""
+    if _tiled(features, rules):
+        from bevctl.ops.kernels import sparse_conv as triton_kernels
 
-    Offset by offset, since one offset adds to a row at most once: the order of the sums is fixed.
-    """
-    table = rules.table.T
-    offsets, rows = (table < rules.inputs).nonzero(as_tuple=True)
-    sources = table[offsets, rows].long()
-    counts = torch.bincount(offsets, minlength=len(table)).tolist()
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    total = grad.new_zeros(rules.inputs, kernels.shape[2], dtype=wide)
-    for row, source, kernel in zip(rows.split(counts), sources.split(counts), kernels, strict=True):
-        total.index_add_(0, source, (grad.index_select(0, row) @ kernel).to(wide))
-    return total.to(grad.dtype)
-
-
-def _kernel_gradient(features: Tensor, grad: Tensor, table: Tensor) -> Tensor:
-    """(K · Cin, Cout) gradient, added up over pieces in at least float32."""
+        return triton_kernels.kernel_gradient(features, grad, rules.tiles)
     wide = torch.promote_types(features.dtype, torch.float32)
-    total = features.new_zeros(grad.shape[1], table.shape[1] * features.shape[1], dtype=wide)
-    for rows, gathered in _gathered(features, table):
+    offsets, channels = rules.table.shape[1], features.shape[1]
+    total = features.new_zeros(grad.shape[1], offsets * channels, dtype=wide)
+    for rows, gathered in _gathered(features, rules.table):
         total += grad[rows].T @ gathered
-    return total.T
+    return total.T.reshape(offsets, channels, -1)
 
 
 def _gathered(features: Tensor, table: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Ranges of output rows, each with the (rows, K · Cin) features that its rows meet."""
     width = table.shape[1] * features.shape[1]
     step = max(1, _piece_elements(features) // width)
-    padded = torch.cat([features, features.new_zeros(1, features.shape[1])])
+    padded = torch.cat([features, features.new_zeros(_NOTHINGS, features.shape[1])])
+    nothings = len(features) + torch.arange(_NOTHINGS, dtype=table.dtype, device=table.device)
     for first in range(0, len(table), step):
         rows = slice(first, first + step)
-        yield rows, padded.index_select(0, table[rows].flatten()).view(-1, width)
+        met = table[rows].flatten()
+        spread = nothings.repeat(-(-len(met) // _NOTHINGS))[: len(met)]
+        met = torch.where(met < len(features), met, spread)
+        yield rows, padded.index_select(0, met).view(-1, width)
 
 
 def _piece_elements(features: Tensor) -> int:
@@ -178,7 +209,7 @@ class SubMConv3d(nn.Module):
         self.weight = _kernel_parameter(kernel, in_channels, out_channels)
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        return x.with_features(sparse_conv(x.features, self.weight, x.submanifold_rules(self.kernel)))
+        return x.with_features(sparse_conv(x.features, self.weight, x.sites.submanifold_rules(self.kernel)))
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[3]}, {self.weight.shape[4]}, kernel={self.kernel}"
@@ -194,17 +225,16 @@ class SparseConv3d(nn.Module):
         self, in_channels: int, out_channels: int, kernel: Triple, stride: Triple, padding: Triple = (0, 0, 0)
     ) -> None:
         super().__init__()
-        self.kernel, self.stride, self.padding = kernel, stride, padding
+        self.window = Window(kernel, stride, padding)
         self.weight = _kernel_parameter(kernel, in_channels, out_channels)
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        coords, rules = strided_rules(x.coords, x.shape, self.kernel, self.stride, self.padding)
-        shape = output_shape(x.shape, self.kernel, self.stride, self.padding)
-        return SparseTensor(sparse_conv(x.features, self.weight, rules), coords, shape, x.batch)
+        sites, rules = x.sites.strided_rules(self.window)
+        return SparseTensor(sparse_conv(x.features, self.weight, rules), sites)
 
     def extra_repr(self) -> str:
         channels = f"{self.weight.shape[3]}, {self.weight.shape[4]}"
-        return f"{channels}, kernel={self.kernel}, stride={self.stride}, padding={self.padding}"
+        return f"{channels}, kernel={self.window.kernel}, stride={self.window.stride}, padding={self.window.padding}"
 
 
 def _kernel_parameter(kernel: Triple, in_channels: int, out_channels: int) -> nn.Parameter:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bevctl.ops.backend import use_triton
 from bevctl.ops.rulebook import Triple, unravel
 
 _OUTSIDE = torch.iinfo(torch.int64).max
@@ -66,12 +67,29 @@ def voxelize(
     Raises:
         ValueError: no samples, or one that is not (P, ≥ 3).
     """
+    voxels = padded_voxels(points, voxel_size, point_cloud_range, max_points, max_voxels)
+    size = int((voxels.counts > 0).sum())
+    return Voxels(voxels.features[:size], voxels.coords[:size], voxels.counts[:size])
+
+
+def padded_voxels(
+    points: list[Tensor],
+    voxel_size: Sequence[float],
+    point_cloud_range: Sequence[float],
+    max_points: int,
+    max_voxels: int,
+) -> Voxels:
+    """`voxelize` with rows of padding (b = -1, count 0) at the end, so that the host need not wait for their number."""
     if not points or any(cloud.dim() != 2 or cloud.shape[1] < 3 for cloud in points):
         raise ValueError(f"points must be (P, F ≥ 3) for each sample, got {[tuple(p.shape) for p in points]}")
     shape = grid_shape(voxel_size, point_cloud_range)
     flat = torch.cat([cloud.float() for cloud in points])
-    keys = torch.cat([_cell_keys(cloud, i, voxel_size, point_cloud_range, shape) for i, cloud in enumerate(points)])
     sizes = [len(cloud) for cloud in points]
+    if len(flat) and use_triton(flat):
+        from bevctl.ops.kernels import voxelize as kernels
+
+        return Voxels(*kernels.voxelize(flat, sizes, point_cloud_range[:3], voxel_size, shape, max_points, max_voxels))
+    keys = torch.cat([_cell_keys(cloud, i, voxel_size, point_cloud_range, shape) for i, cloud in enumerate(points)])
     runs = _kept_runs(keys, sizes, max_voxels)
     counts = runs.lengths.clamp(max=max_points)
     return Voxels(_mean(flat, runs, counts, max_points), unravel(keys[runs.order[runs.starts]], shape), counts)
@@ -85,12 +103,16 @@ def _cell_keys(
     shape: Triple,
 ) -> Tensor:
     """(P,) int64 linear index (b, x, y, z) of each point's voxel, _OUTSIDE for points out of range."""
-    low = cloud.new_tensor(point_cloud_range[:3], dtype=torch.float32)
-    size = cloud.new_tensor(voxel_size, dtype=torch.float32)
-    cells = torch.floor((cloud[:, :3].float() - low) / size)
-    # Compared as floats: NaN and huge values have no defined integer.
-    inside = ((cells >= 0) & (cells < cells.new_tensor(shape))).all(dim=1)
-    x, y, z = torch.where(inside[:, None], cells, 0).long().unbind(dim=1)
+    inside = torch.ones(len(cloud), dtype=torch.bool, device=cloud.device)
+    axes = []
+    for axis in range(3):
+        # A number would be divided by through its reciprocal on a GPU; a tensor from a list would wait for it.
+        edge = torch.full((1,), voxel_size[axis], dtype=torch.float32, device=cloud.device)
+        cell = torch.floor((cloud[:, axis].float() - point_cloud_range[axis]) / edge)
+        # Compared as floats: NaN and huge values have no defined integer.
+        inside &= (cell >= 0) & (cell < shape[axis])
+        axes.append(cell)
+    x, y, z = (torch.where(inside, cell, 0).long() for cell in axes)
     keys = ((sample * shape[0] + x) * shape[1] + y) * shape[2] + z
     return torch.where(inside, keys, _OUTSIDE)
 

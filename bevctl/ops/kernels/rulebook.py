@@ -1,0 +1,264 @@
+"""Triton kernels of `bevctl.ops.rulebook`: sites as one word of bits a column of the grid, and rules in tiles.
+
+Bit z of the word of column (b, x, y) says whether cell (b, x, y, z) is active; `starts` holds the row of the first
+site of the column, as rows ascend in (b, x, y, z). So the row of a cell is one look-up and one count of bits. Words
+of a coarser grid follow from those of the finer one, without the list of sites between.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+Triple = tuple[int, int, int]
+_BLOCK = 256
+_LIST_BLOCK = 1024
+
+
+@triton.jit
+def _count_bits(word):
+    """Set bits of non-negative int64 words."""
+    word = word - ((word >> 1) & 0x5555555555555555)
+    word = (word & 0x3333333333333333) + ((word >> 2) & 0x3333333333333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F0F0F0F0F
+    word += word >> 8
+    word += word >> 16
+    word += word >> 32
+    return (word & 127).to(tl.int32)
+
+
+@triton.jit
+def _below(z):
+    """Bits below bit z."""
+    return (tl.full(z.shape, 1, tl.int64) << z.to(tl.int64)) - 1
+
+
+@triton.jit
+def _mark_kernel(coords, words, sites, size_x, size_y, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < sites
+    sample = tl.load(coords + row * 4, mask=inside, other=-1)
+    x = tl.load(coords + row * 4 + 1, mask=inside, other=0)
+    y = tl.load(coords + row * 4 + 2, mask=inside, other=0)
+    z = tl.load(coords + row * 4 + 3, mask=inside, other=0)
+    bit = tl.full((BLOCK,), 1, tl.int64) << z
+    tl.atomic_or(words + (sample * size_x + x) * size_y + y, bit, mask=sample >= 0)
+
+
+@triton.jit
+def _coarsen_kernel(
+    words, coarse, columns, size_x, size_y, out_x, out_y,
+    OUT_Z: tl.constexpr, KX: tl.constexpr, KY: tl.constexpr, KZ: tl.constexpr,
+    SX: tl.constexpr, SY: tl.constexpr, SZ: tl.constexpr,
+    PX: tl.constexpr, PY: tl.constexpr, PZ: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first_y = column % out_y * SY - PY
+    first_x = column // out_y % out_x * SX - PX
+    sample = column // (out_y * out_x)
+    seen = tl.zeros((BLOCK,), tl.int64)
+    for dx in tl.static_range(KX):
+        for dy in tl.static_range(KY):
+            x, y = first_x + dx, first_y + dy
+            inside = (x >= 0) & (x < size_x) & (y >= 0) & (y < size_y) & (column < columns)
+            seen |= tl.load(words + (sample * size_x + x) * size_y + y, mask=inside, other=0)
+    seen = seen << PZ
+    word = tl.zeros((BLOCK,), tl.int64)
+    for z in tl.static_range(OUT_Z):
+        window = (seen >> (z * SZ)) & ((1 << KZ) - 1)
+        word |= (window != 0).to(tl.int64) << z
+    tl.store(coarse + column, word, mask=column < columns)
+
+
+@triton.jit
+def _count_kernel(words, counts, columns, BLOCK: tl.constexpr):
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(words + column, mask=column < columns, other=0)
+    tl.store(counts + column, _count_bits(word), mask=column < columns)
+
+
+@triton.jit
+def _list_kernel(words, ends, coords, columns, size_x, size_y, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(words + column, mask=column < columns, other=0)
+    start = tl.load(ends + column, mask=column < columns, other=0) - _count_bits(word)
+    z = tl.arange(0, DEPTH)[None, :]
+    bits = word[:, None]
+    row = (start[:, None] + _count_bits(bits & _below(z))).to(tl.int64)
+    active = ((bits >> z.to(tl.int64)) & 1) != 0
+    y = column % size_y
+    x = column // size_y % size_x
+    sample = column // (size_y * size_x)
+    tl.store(coords + row * 4, tl.broadcast_to(sample[:, None], (BLOCK, DEPTH)).to(tl.int64), mask=active)
+    tl.store(coords + row * 4 + 1, tl.broadcast_to(x[:, None], (BLOCK, DEPTH)).to(tl.int64), mask=active)
+    tl.store(coords + row * 4 + 2, tl.broadcast_to(y[:, None], (BLOCK, DEPTH)).to(tl.int64), mask=active)
+    tl.store(coords + row * 4 + 3, tl.broadcast_to(z, (BLOCK, DEPTH)).to(tl.int64), mask=active)
+
+
+@triton.jit
+def _neighbours_kernel(
+    sites, words, ends, table, outputs, inputs, size_x, size_y, size_z,
+    KX: tl.constexpr, KY: tl.constexpr, KZ: tl.constexpr, SX: tl.constexpr, SY: tl.constexpr, SZ: tl.constexpr,
+    PX: tl.constexpr, PY: tl.constexpr, PZ: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = row < outputs
+    sample = tl.load(sites + row * 4, mask=exists, other=0)
+    first_x = tl.load(sites + row * 4 + 1, mask=exists, other=0) * SX - PX
+    first_y = tl.load(sites + row * 4 + 2, mask=exists, other=0) * SY - PY
+    first_z = tl.load(sites + row * 4 + 3, mask=exists, other=0) * SZ - PZ
+    for dx in tl.static_range(KX):
+        for dy in tl.static_range(KY):
+            x, y = first_x + dx, first_y + dy
+            inside = (x >= 0) & (x < size_x) & (y >= 0) & (y < size_y) & exists
+            column = (sample * size_x + x) * size_y + y
+            word = tl.load(words + column, mask=inside, other=0)
+            start = tl.load(ends + column, mask=inside, other=0) - _count_bits(word)
+            for dz in tl.static_range(KZ):
+                z = first_z + dz
+                within = (z >= 0) & (z < size_z)
+                z = tl.where(within, z, 0)
+                found = within & (((word >> z) & 1) != 0)
+                met = tl.where(found, start + _count_bits(word & _below(z)), inputs)
+                offset = (dx * KY + dy) * KZ + dz
+                tl.store(table + offset * outputs + row, met, mask=exists)
+
+
+@triton.jit
+def _transpose_kernel(table, transposed, outputs, inputs, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    offset = tl.program_id(1)
+    met = tl.load(table + offset * outputs + row, mask=row < outputs, other=inputs)
+    tl.store(transposed + offset * inputs + met, row, mask=met < inputs)
+
+
+@triton.jit
+def _mask_kernel(table, masks, rows, absent, OFFSETS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = tl.zeros((BLOCK,), tl.int32)
+    for offset in range(OFFSETS):
+        met = tl.load(table + offset * rows + row, mask=row < rows, other=absent)
+        mask |= (met < absent).to(tl.int32) << offset
+    tl.store(masks + row, mask, mask=row < rows)
+
+
+@triton.jit
+def _arrange_kernel(
+    table, order, arranged, offsets, counts, present, rows, padded, tiles, absent,
+    OFFSETS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    place = tile * TILE + tl.arange(0, TILE)
+    row = tl.load(order + place, mask=place < rows, other=0)
+    used = 0
+    for offset in range(OFFSETS):
+        met = tl.load(table + offset * rows + row, mask=place < rows, other=absent)
+        tl.store(arranged + offset * padded + place, met)
+        needed = tl.max((met < absent).to(tl.int32), axis=0)
+        tl.store(present + offset * tiles + tile, needed)
+        tl.store(offsets + tile * OFFSETS + used, offset, mask=needed > 0)
+        used += needed
+    tl.store(counts + tile, used)
+
+
+@triton.jit
+def _tile_list_kernel(present, listed, counts, tiles, BLOCK: tl.constexpr):
+    offset = tl.program_id(0)
+    used = 0
+    for first in range(0, tiles, BLOCK):
+        tile = first + tl.arange(0, BLOCK)
+        needed = tl.load(present + offset * tiles + tile, mask=tile < tiles, other=0)
+        place = used + tl.cumsum(needed, axis=0) - needed
+        tl.store(listed + offset * tiles + place, tile, mask=needed > 0)
+        used += tl.sum(needed, axis=0)
+    tl.store(counts + offset, used)
+
+
+def mark(coords: Tensor, shape: Triple, batch: int) -> Tensor:
+    """(B · X · Y,) int64 words of (M, 4) int64 sites; rows whose sample is negative are left out."""
+    words = torch.zeros(batch * shape[0] * shape[1], dtype=torch.int64, device=coords.device)
+    if len(coords):
+        _mark_kernel[_grid(len(coords))](coords, words, len(coords), shape[0], shape[1], BLOCK=_BLOCK)
+    return words
+
+
+def coarsen(
+    words: Tensor, batch: int, shape: Triple, into: Triple, kernel: Triple, stride: Triple, padding: Triple
+) -> Tensor:
+    """Words of the output sites of a strided convolution, from those of its input."""
+    columns = batch * into[0] * into[1]
+    coarse = words.new_empty(columns)
+    _coarsen_kernel[_grid(columns)](
+        words, coarse, columns, shape[0], shape[1], into[0], into[1], into[2], *kernel, *stride, *padding, BLOCK=_BLOCK
+    )
+    return coarse
+
+
+def column_ends(words: Tensor) -> Tensor:
+    """(columns,) int32 row after the last site of each column; the last one is the number of sites."""
+    counts = torch.empty_like(words, dtype=torch.int32)
+    _count_kernel[_grid(len(words))](words, counts, len(words), BLOCK=_BLOCK)
+    return counts.cumsum(0, dtype=torch.int32)
+
+
+def list_sites(words: Tensor, ends: Tensor, sites: int, shape: Triple) -> Tensor:
+    """(M, 4) int64 coordinates of the set bits, ascending."""
+    coords = words.new_empty(sites, 4)
+    block = 64
+    _list_kernel[(triton.cdiv(len(words), block),)](
+        words, ends, coords, len(words), shape[0], shape[1], DEPTH=triton.next_power_of_2(shape[2]), BLOCK=block
+    )
+    return coords
+
+
+def neighbours(
+    sites: Tensor,
+    words: Tensor,
+    ends: Tensor,
+    inputs: int,
+    shape: Triple,
+    kernel: Triple,
+    stride: Triple,
+    padding: Triple,
+) -> Tensor:
+    """(K, outputs) int32 input row of each cell of the window of each output site, `inputs` where it is empty."""
+    table = ends.new_empty(kernel[0] * kernel[1] * kernel[2], len(sites))
+    if len(sites):
+        _neighbours_kernel[_grid(len(sites))](
+            sites, words, ends, table, len(sites), inputs, *shape, *kernel, *stride, *padding, BLOCK=_BLOCK
+        )
+    return table
+
+
+def transpose(table: Tensor, inputs: int) -> Tensor:
+    """(K, inputs) output row that each input row meets, from the (K, outputs) table."""
+    offsets, outputs = table.shape
+    transposed = table.new_full((offsets, inputs), outputs)
+    if outputs and inputs:
+        _transpose_kernel[(triton.cdiv(outputs, _BLOCK), offsets)](table, transposed, outputs, inputs, BLOCK=_BLOCK)
+    return transposed
+
+
+def arrange(table: Tensor, absent: int, tile: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See `bevctl.ops.rulebook.Tiles`, whose fields these are, for a (K, rows) table with at least one row."""
+    offsets, rows = table.shape
+    tiles = triton.cdiv(rows, tile)
+    masks = table.new_empty(rows)
+    _mask_kernel[_grid(rows)](table, masks, rows, absent, OFFSETS=offsets, BLOCK=_BLOCK)
+    order = torch.sort(masks, stable=True).indices.int()
+    arranged = table.new_empty(offsets, tiles * tile)
+    tile_offsets, offset_counts = table.new_empty(tiles, offsets), table.new_empty(tiles)
+    offset_tiles, tile_counts = table.new_empty(offsets, tiles), table.new_empty(offsets)
+    present = table.new_empty(offsets, tiles)
+    _arrange_kernel[(tiles,)](
+        table, order, arranged, tile_offsets, offset_counts, present, rows, tiles * tile, tiles, absent,
+        OFFSETS=offsets, TILE=tile,
+    )  # fmt: skip
+    _tile_list_kernel[(offsets,)](present, offset_tiles, tile_counts, tiles, BLOCK=_LIST_BLOCK)
+    return order, arranged, tile_offsets, offset_counts, offset_tiles, tile_counts
+
+
+def _grid(elements: int) -> tuple[int]:
+    return (triton.cdiv(elements, _BLOCK),)
