@@ -67,6 +67,10 @@ class Remedy:
     """Measured peak of allocated memory with it, over that without."""
 
 
+OUTCOMES = {True: "cures it", False: "does not cure it", None: "not tried"}
+"""`Remedy.verified` in words."""
+
+
 @dataclass(frozen=True)
 class DiagnoseFinding:
     """One cause, as far as it is known: the fields of `bevctl.finding.Finding`, a confidence, and several remedies."""

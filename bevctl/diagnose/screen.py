@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from bevctl.console import printable, table
-from bevctl.diagnose.report import DiagnoseFinding, Diagnosis, Remedy, Status, Table
+from bevctl.diagnose.report import OUTCOMES, DiagnoseFinding, Diagnosis, Remedy, Status, Table
 from bevctl.finding import Severity
 
 _COLOURS = {Severity.FAIL: "bold red", Severity.WARN: "yellow", Severity.INFO: "cyan"}
@@ -18,7 +18,6 @@ _ANSWERS = {
     Status.CLEAR: ("CLEAR", "green", "nothing harmful was found"),
     Status.INCONCLUSIVE: ("INCONCLUSIVE", "yellow", "what is here does not decide it"),
 }
-_OUTCOMES = {True: "cures it", False: "does not cure it", None: "not tried"}
 _LABEL = 10
 """Columns of the words before each paragraph."""
 
@@ -55,7 +54,7 @@ def _finding(finding: DiagnoseFinding, width: int) -> Iterator[RenderableType]:
 
 
 def _sure(confidence: float) -> str:
-    return f"{confidence:.0%} sure"
+    return f"{confidence:.0%}\u00a0sure"
 
 
 def _remedy(remedy: Remedy) -> str:
@@ -63,7 +62,7 @@ def _remedy(remedy: Remedy) -> str:
     cost = [
         f"{name} x {factor:.2f}" for name, factor in (("time", remedy.step_time), ("memory", remedy.memory)) if factor
     ]
-    notes = ", ".join([_OUTCOMES[remedy.verified], *cost])
+    notes = ", ".join([OUTCOMES[remedy.verified], *cost])
     return f"{settings + ' -- ' if settings else ''}{remedy.why} ({notes})"
 
 

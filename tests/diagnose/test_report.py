@@ -97,7 +97,7 @@ def test_the_screen_names_cause_cure_and_cost() -> None:
     for part in (
         "FOUND  nan",
         "Iteration 12 of runs/a",
-        "fail NAN020  FP16 overflow in neck.lateral  (90% sure)",
+        "fail NAN020  FP16 overflow in neck.lateral  (90%\u00a0sure)",
         "neck.lateral: largest input 70,000",
         "precision.fp32_modules=[neck] -- neck in FP32 (cures it, time x 1.04, memory x 1.50)",
         "a fixed loss scale (does not cure it)",

@@ -1,0 +1,180 @@
+"""Finding the bundle of an incident and opening it: the moment before the step, its batches, the steps after it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bevctl.batch import Batch
+from bevctl.config.load import load
+from bevctl.config.schema import Config
+from bevctl.data.loader import Reshuffle
+from bevctl.data.nuscenes import NuScenesDataset
+from bevctl.engine.checkpoint import Checkpoint, newest_checkpoints, read_checkpoint
+from bevctl.engine.dist import World, select_device
+from bevctl.engine.incident import CONFIG, DOCUMENT, STATE, Incident, find_incidents, read_batches, read_incident
+from bevctl.engine.resume import Setting
+from bevctl.engine.run import training_loader
+from bevctl.errors import BevctlError
+from bevctl.runs.writer import read_run
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A point of a run between two steps."""
+
+    config: Config
+    checkpoint: Checkpoint | None
+    """Its state; None: that with which the run began."""
+    iteration: int
+    """Attempted steps before it."""
+    setting: Setting
+    world: World
+    """The rank that is looked at, among those of the run."""
+    device: torch.device
+    """Where it is run again."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An incident, opened."""
+
+    folder: Path
+    incident: Incident
+    before: Moment
+    """The moment before its step."""
+    batches: list[Batch]
+    """Of the step, one for each accumulated."""
+    dataset: NuScenesDataset | None
+    """The run's training samples; None where they are not on this machine."""
+    recorded_batches: bool
+    """The batches are those of the step; else they were made again from the data set."""
+    notes: list[str]
+
+    @property
+    def work_dir(self) -> Path:
+        return self.folder.parent.parent
+
+    def steps(self, moment: Moment, count: int) -> Iterator[list[Batch]]:
+        """The batches of `count` steps after a moment of the run; none without its data."""
+        return itertools.islice(self._steps(moment), count if self.dataset is not None else 0)
+
+    def with_config(self, config: Config) -> Bundle:
+        """The same incident, with the data as another config reads them. Raises BevctlError where it does not fit."""
+        dataset = NuScenesDataset(config, "train") if self.dataset is not None else None
+        return dataclasses.replace(self, dataset=dataset)
+
+    def _steps(self, moment: Moment) -> Iterator[list[Batch]]:
+        assert self.dataset is not None
+        config, accumulate = moment.config, moment.config.train.accumulate
+        first, inner = divmod(moment.iteration, moment.setting.iters_per_epoch)
+        for epoch in itertools.count(first):
+            start = inner * accumulate
+            loader = training_loader(
+                config, self.dataset, moment.world, epoch, start, pin=False, reshuffles=_reshuffles(moment)
+            )
+            yield from itertools.islice(_in_groups(iter(loader), accumulate), moment.setting.iters_per_epoch - inner)
+            inner = 0
+
+
+def _reshuffles(moment: Moment) -> list[Reshuffle]:
+    data = moment.checkpoint.content.get("data", {}) if moment.checkpoint is not None else {}
+    return [Reshuffle(*entry) for entry in data.get("reshuffles", [])]
+
+
+def _in_groups(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
+    while len(group := list(itertools.islice(batches, size))) == size:
+        yield group
+
+
+def find_bundle(run: Path) -> tuple[Path, list[Path]]:
+    """The bundle that a path means, and all those it was chosen from.
+
+    In a run's folder it is the first since the run was last continued: later ones may be consequences.
+
+    Raises:
+        BevctlError: there is none.
+    """
+    if run.name == DOCUMENT:
+        run = run.parent
+    if (run / DOCUMENT).is_file():
+        return run, [run]
+    if not run.exists():
+        raise BevctlError(f"{run} does not exist.", "Name the folder of a run, or one below its incident/.")
+    work_dir = run.parent if run.name == "incident" else run
+    found = find_incidents(work_dir) if work_dir.is_dir() else []
+    if not found:
+        raise BevctlError(
+            f"No incident is recorded in {run}.",
+            "--replay needs the folder of a bevctl run that met numbers that are not finite (or one below its "
+            "incident/); without --replay, the log is judged.",
+        )
+    segments = read_run(work_dir)["segments"]
+    began = segments[-1].get("iter", 0) if segments else 0
+    return next((path for path in found if int(path.name) > began), found[-1]), found
+
+
+def open_bundle(folder: Path, device: str) -> Bundle:
+    """Reads a bundle for a replay on `device` (auto, cpu or cuda).
+
+    Raises:
+        BevctlError: a file is missing or damaged, the device is absent, or neither batches nor data set are there.
+    """
+    incident = read_incident(folder)
+    config = load(folder / CONFIG).config
+    world = World(rank=incident.rank, size=incident.world)
+    before = moment_of(config, read_checkpoint(folder / STATE), world, select_device(device))
+    dataset, notes = _dataset(config)
+    recorded = read_batches(folder, incident.rank)
+    bundle = Bundle(folder, incident, before, recorded or [], dataset, recorded is not None, notes)
+    bundle.batches.extend(() if recorded else next(bundle.steps(before, 1), []))
+    if not bundle.batches:
+        reason = notes[0] if notes else "The data set has changed since."
+        raise BevctlError(f"{folder} holds no batches, and they cannot be made again. {reason}", "Bring the data back.")
+    return bundle
+
+
+def moment_of(config: Config, checkpoint: Checkpoint, world: World, device: torch.device) -> Moment:
+    """The moment that a checkpoint of bevctl's own was written at. Raises BevctlError for one of another origin."""
+    setting = checkpoint.meta.get("setting")
+    if not isinstance(setting, dict) or checkpoint.iteration is None:
+        raise BevctlError(
+            f"{checkpoint.path} does not say in which setting it was made.", "Use a file that bevctl wrote."
+        )
+    return Moment(config, checkpoint, checkpoint.iteration, Setting(**setting), world, device)
+
+
+def moment_earlier(bundle: Bundle, most: int) -> Moment | None:
+    """The latest moment before the incident's that a checkpoint, or the start, gives; None: over `most` steps away."""
+    before = bundle.before
+    for path in newest_checkpoints(bundle.work_dir):
+        try:
+            checkpoint = read_checkpoint(path)
+        except BevctlError:
+            continue  # another will do
+        same = checkpoint.meta.get("setting") == vars(before.setting)
+        if same and 0 < before.iteration - (checkpoint.iteration or 0) <= most:
+            return moment_of(before.config, checkpoint, before.world, before.device)
+    if before.iteration <= most and _began_with_own_weights(bundle):
+        return Moment(before.config, None, 0, before.setting, before.world, before.device)
+    return None
+
+
+def _began_with_own_weights(bundle: Bundle) -> bool:
+    """Whether the run's first weights follow from its config alone."""
+    segments = read_run(bundle.work_dir)["segments"]
+    camera = bundle.before.config.model.camera
+    fresh = bool(segments) and segments[0].get("load_from") is None and segments[0].get("iter") == 0
+    return fresh and not (camera is not None and camera.pretrained)
+
+
+def _dataset(config: Config) -> tuple[NuScenesDataset | None, list[str]]:
+    try:
+        return NuScenesDataset(config, "train"), []
+    except BevctlError as error:
+        return None, [f"The run's data set is not here ({error.message}): the steps after it cannot be run."]

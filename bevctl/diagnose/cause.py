@@ -1,0 +1,267 @@
+"""From a replayed and traced step to its cause, and to what is worth a try against it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import bevctl
+from bevctl.diagnose.bundle import Bundle
+from bevctl.diagnose.checkpoint_scan import BEYOND_FP16, Scan
+from bevctl.diagnose.ideas import Ladder, fixed_scales, for_divergence, for_range, for_samples
+from bevctl.diagnose.report import DiagnoseFinding, Remedy
+from bevctl.finding import Evidence, Severity
+from bevctl.numerics.extent import Extent
+from bevctl.numerics.formats import short_name
+from bevctl.numerics.record import Culprit, OpRecord
+
+RANGE, CODE, DATA, STATE, TRANSIENT = "NAN201", "NAN202", "NAN203", "NAN204", "NAN205"
+LOSS_SCALE, DIVERGENCE, HIDDEN, NEXT = "NAN206", "NAN207", "NAN208", "NAN209"
+_GROWN = 10.0
+"""A loss this many times its lowest in the recorded steps runs away."""
+_ADVICE = {
+    "log": "keep its input above a small number, or use log_softmax or logsigmoid",
+    "div": "add a small number to what is divided by, or leave such elements out",
+    "reciprocal": "add a small number to what is divided by, or leave such elements out",
+    "sqrt": "add a small number under the root: its slope is infinite at 0",
+    "norm": "add a small number under the root: its slope is infinite at 0",
+    "pow": "keep its base above a small number",
+    "softmax": "a row of it holds nothing but minus infinity: leave such rows out",
+    "exp": "subtract the largest exponent first",
+}
+"""Part of an operation's name → what cures it in the code."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is known when the step has been run again under instruments."""
+
+    bundle: Bundle
+    precision: str
+    """fp16, bf16 or fp32."""
+    culprit: Culprit | None
+    state: Scan
+    """Of the state before the step."""
+
+    @property
+    def tokens(self) -> list[str]:
+        """Samples of the step."""
+        return [token for batch in self.bundle.batches for token in batch.tokens]
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What went wrong, and what is worth a try."""
+
+    finding: DiagnoseFinding
+    ladders: Sequence[Ladder] = ()
+
+
+def cause_of(scene: Scene) -> Cause | None:
+    """The cause of a step that is not finite in the replay either; None where nothing names one."""
+    culprit = scene.culprit
+    if _spoiled(scene):
+        return _of_state(scene)
+    if culprit is None:
+        return None
+    if culprit.kind == "data" or culprit.verdict.kind == "data" or culprit.faults:
+        return _of_data(scene, culprit)
+    growth = growth_of(scene.bundle.incident.ring)
+    if growth > _GROWN:
+        return _of_divergence(scene, culprit, growth)
+    if culprit.verdict.is_range and scene.precision != "fp32":
+        return _of_range(scene, culprit)
+    return _of_code(scene, culprit)
+
+
+def hidden_finding(culprit: Culprit) -> DiagnoseFinding | None:
+    """That something made a non-finite number look finite; None where nothing did."""
+    hiding = culprit.masked_by
+    if hiding is None:
+        return None
+    return DiagnoseFinding(
+        HIDDEN,
+        Severity.WARN,
+        0.95,
+        f"{hiding.op} hides numbers that are not finite",
+        (Evidence(where_of(hiding), hiding.note),),
+        "The loss stays finite while what it is made of is not, so that only gradients show it, or nothing does.",
+        (Remedy({}, "take it out, at least until the cause is cured: a skipped step is better than a wrong one"),),
+    )
+
+
+def growth_of(ring: Sequence[dict[str, object]]) -> float:
+    """The last finite loss of the recorded steps over the lowest before it."""
+    losses = [loss for step in ring if isinstance(loss := step.get("loss"), float) and math.isfinite(loss) and loss > 0]
+    return losses[-1] / min(losses) if losses else 1.0
+
+
+def where_of(record: OpRecord) -> str:
+    """Module, file and line of an operation."""
+    place = record.place
+    file = Path(place.file)
+    for root in (Path(bevctl.__file__).parents[1], Path.cwd()):
+        if file.is_relative_to(root):
+            file = file.relative_to(root)
+            break
+    line = f"{file}:{place.line}" if place.file else "no line known"
+    return f"{place.module or 'the model itself'}, {line}"
+
+
+def _operation(record: OpRecord) -> Iterator[Evidence]:
+    outputs = [extent for extent in record.outputs if extent.bad] or list(record.outputs)
+    inputs = "; ".join(_in_words(extent) for extent in record.inputs) or "nothing"
+    gives = "; ".join(_in_words(extent) for extent in outputs)
+    kind = f"{record.phase} {record.op}" + (f" in {record.node}" if record.node else "")
+    yield Evidence(where_of(record), f"{kind}: from {inputs}, it gives {gives}")
+
+
+def _in_words(extent: Extent) -> str:
+    """For example "float16 (2, 8) -3..40,000 with 2 infinite"."""
+    bad = ", ".join(f"{count:,} {name}" for count, name in ((extent.nan, "NaN"), (extent.inf, "infinite")) if count)
+    shape = "x".join(map(str, extent.shape)) or "scalar"
+    return f"{short_name(extent.dtype)} {shape} in {extent.low:.5g}..{extent.high:.5g}" + (
+        f" with {bad}" if bad else ""
+    )
+
+
+def _evidence(scene: Scene, culprit: Culprit) -> tuple[Evidence, ...]:
+    said = list(_operation(culprit.record))
+    if culprit.verdict.what:
+        said.append(Evidence("done again in a wider format", culprit.verdict.what))
+    if culprit.reached:
+        more = f" and {len(culprit.reached) - 6} more" if len(culprit.reached) > 6 else ""
+        said.append(Evidence("it reached", ", ".join(culprit.reached[:6]) + more))
+    if culprit.inherited:
+        said.append(Evidence("inherited", f"{culprit.inherited} later operations are not finite for no other reason"))
+    suspects = suspect_tokens(scene, culprit)
+    if suspects and len(suspects) < len(scene.tokens):
+        said.append(Evidence("samples", ", ".join(suspects)))
+    return tuple(said)
+
+
+def suspect_tokens(scene: Scene, culprit: Culprit) -> list[str]:
+    """Tokens of the samples that the numbers point at; all of the step where they do not tell."""
+    positions = {i for fault in culprit.faults for i in fault.samples} or set(culprit.samples or ())
+    named = [scene.tokens[i] for i in sorted(positions) if i < len(scene.tokens)]
+    return named or scene.tokens
+
+
+def _spoiled(scene: Scene) -> list[DiagnoseFinding]:
+    """What of the state cannot be real; weights too large for FP16 can, and show in an operation."""
+    return [f for f in scene.state.findings if f.severity is Severity.FAIL and f.id != BEYOND_FP16]
+
+
+def _of_state(scene: Scene) -> Cause:
+    found = _spoiled(scene)
+    evidence = [part for finding in found for part in finding.evidence]
+    reasons = " ".join(dict.fromkeys(finding.cause for finding in found if finding.cause))
+    return Cause(
+        DiagnoseFinding(
+            STATE,
+            Severity.FAIL,
+            0.95,
+            "The state was spoiled before this step: " + "; ".join(_without_path(finding.title) for finding in found),
+            tuple(evidence),
+            f"The step only inherits it; no setting repairs it. {reasons}",
+        )
+    )
+
+
+def _without_path(title: str) -> str:
+    return title.rpartition(".pth: ")[2].rstrip(".")
+
+
+def _of_data(scene: Scene, culprit: Culprit) -> Cause:
+    suspects = suspect_tokens(scene, culprit)
+    faults = [Evidence(_names(scene, fault.samples), fault.what) for fault in culprit.faults]
+    named = len(suspects) < len(scene.tokens) or len(scene.tokens) == 1
+    return Cause(
+        DiagnoseFinding(
+            DATA,
+            Severity.FAIL,
+            0.95 if faults else 0.8,
+            f"The data of {'sample ' + ', '.join(suspects) if named else 'this step'} cannot be learned from",
+            (*faults, *_evidence(scene, culprit)),
+            "What went into the model was already not finite, or cannot be real; every model would fail on it.",
+        ),
+        for_samples(scene.bundle.before.config, suspects),
+    )
+
+
+def _names(scene: Scene, positions: Sequence[int]) -> str:
+    return ", ".join(scene.tokens[i] for i in positions if i < len(scene.tokens)) or "unknown"
+
+
+def _of_divergence(scene: Scene, culprit: Culprit, growth: float) -> Cause:
+    incident, config = scene.bundle.incident, scene.bundle.before.config
+    ring = [(step["iteration"], step["loss"]) for step in incident.ring[-6:]]
+    course = ", ".join(f"{iteration}: {loss:.4g}" for iteration, loss in ring)
+    ladders = for_divergence(config, incident.iteration)
+    if scene.precision != "fp32":
+        ladders += for_range(config, scene.precision, culprit.scopes)
+    return Cause(
+        DiagnoseFinding(
+            DIVERGENCE,
+            Severity.FAIL,
+            0.9,
+            f"The training ran away: the loss grew {growth:.3g} times in the steps before",
+            (
+                Evidence("loss by iteration", course),
+                Evidence("learning rate", f"{incident.lr:.4g}"),
+                *_evidence(scene, culprit),
+            ),
+            "The weights moved too far in each step until numbers left their range; the operation below is only where "
+            "it showed first.",
+        ),
+        ladders,
+    )
+
+
+def _of_range(scene: Scene, culprit: Culprit) -> Cause:
+    incident, config = scene.bundle.incident, scene.bundle.before.config
+    ladders = for_range(config, scene.precision, culprit.scopes)
+    after = for_divergence(config, incident.iteration)
+    half, name = scene.precision.upper(), culprit.module or "the model itself"
+    if culprit.record.phase == "backward" and incident.loss_scale > 1:
+        finding = DiagnoseFinding(
+            LOSS_SCALE,
+            Severity.FAIL,
+            0.9,
+            f"Gradients of {name} do not fit {half} at a loss scale of {incident.loss_scale:g}",
+            _evidence(scene, culprit),
+            "The forward pass is finite; its gradients, times the loss scale, leave the range of the format.",
+        )
+        return Cause(finding, [fixed_scales(incident.loss_scale), *ladders, *after])
+    finding = DiagnoseFinding(
+        RANGE,
+        Severity.FAIL,
+        0.95,
+        f"{half} {culprit.verdict.kind} in {name}: {culprit.record.op}",
+        _evidence(scene, culprit),
+        f"The numbers are sound, but not all of them fit {half}: the same operation is finite in FP32.",
+    )
+    samples = for_samples(config, suspect_tokens(scene, culprit))
+    return Cause(finding, [*ladders, fixed_scales(incident.loss_scale), *samples, *after])
+
+
+def _of_code(scene: Scene, culprit: Culprit) -> Cause:
+    config = scene.bundle.before.config
+    # The autograd node names the operation of the forward pass, which is the one in the code.
+    names = (culprit.record.node.lower(), culprit.record.op.lower())
+    advice = next((text for name in names for part, text in _ADVICE.items() if part in name), None)
+    own = f"change the code at {where_of(culprit.record)}: {advice or 'keep its inputs where it is defined'}"
+    return Cause(
+        DiagnoseFinding(
+            CODE,
+            Severity.FAIL,
+            0.9 if culprit.verdict.kind == "code" else 0.6,
+            f"{culprit.record.op} in {culprit.module or 'the model itself'} is not finite in any number format",
+            _evidence(scene, culprit),
+            "Its inputs are finite, and it is not defined for them: a defect of the code, or a case that it forgot.",
+            (Remedy({}, own),),
+        ),
+        for_samples(config, suspect_tokens(scene, culprit)),
+    )

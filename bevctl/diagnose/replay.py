@@ -1,0 +1,158 @@
+"""Running a recorded incident again: is it the same, which operation breaks first, why, and what cures it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from bevctl.diagnose.bundle import Bundle, find_bundle, moment_of, open_bundle
+from bevctl.diagnose.cause import STATE, TRANSIENT, Cause, Scene, cause_of, hidden_finding
+from bevctl.diagnose.checkpoint_scan import scan_checkpoints
+from bevctl.diagnose.hardware import hardware_evidence
+from bevctl.diagnose.headroom import headroom
+from bevctl.diagnose.likeness import likeness
+from bevctl.diagnose.rehearsal import Result, rehearse
+from bevctl.diagnose.report import (
+    DiagnoseFinding,
+    DiagnoseRequest,
+    Diagnosis,
+    Remedy,
+    Status,
+    status_of,
+)
+from bevctl.diagnose.trials import Trials, gets_through
+from bevctl.engine.checkpoint import newest_checkpoints, read_checkpoint
+from bevctl.engine.incident import STATE as STATE_FILE
+from bevctl.engine.run import algorithms
+from bevctl.finding import Evidence, Severity
+from bevctl.numerics.trace import Trace
+
+REPEATS = 3
+"""Replays of a step before it is called one that does not come again."""
+TRIALS_S = 300.0
+"""No remedy is started after so many seconds of trying."""
+
+
+def diagnose_replay(request: DiagnoseRequest) -> Diagnosis:
+    """Replays an incident of the run.
+
+    Raises:
+        BevctlError: there is none, its bundle is damaged, or the device cannot run it.
+    """
+    assert request.run is not None
+    folder, others = find_bundle(request.run)
+    bundle = open_bundle(folder, request.device)
+    looked_at = [_what(bundle, len(others)), *bundle.notes]
+    with algorithms(bundle.incident.deterministic):
+        request.say(f"Running iteration {bundle.incident.iteration} again on {bundle.before.device}")
+        replays = list(_replays(bundle))
+        looked_at.append(likeness(bundle.incident, replays[0]).sentence())
+        if all(result.is_finite for result in replays):
+            return _transient(bundle, replays, looked_at)
+        return _explained(bundle, looked_at, request.say)
+
+
+def _what(bundle: Bundle, count: int) -> str:
+    incident = bundle.incident
+    others = f"; the first of {count} incidents since the run was last continued" if count > 1 else ""
+    return f"{bundle.folder}: {incident.message}{others}"
+
+
+def _replays(bundle: Bundle) -> Iterator[Result]:
+    """The step, until it is not finite; at most REPEATS times."""
+    for _ in range(REPEATS):
+        result = rehearse(bundle.before).run(bundle.batches)
+        yield result
+        if not result.is_finite:
+            return
+
+
+def _explained(bundle: Bundle, looked_at: list[str], say: Callable[[str], None]) -> Diagnosis:
+    say("Looking for the first operation that was not finite")
+    trace, precision = _traced(bundle)
+    culprit = trace.first_bad()
+    state = scan_checkpoints([bundle.folder / STATE_FILE], precision == "fp16", say)
+    cause = cause_of(Scene(bundle, precision, culprit, state))
+    tables = [headroom(trace.records)] if precision == "fp16" else []
+    if cause is None:
+        looked_at.append("No single operation explains it: the replay under instruments was finite throughout.")
+        return Diagnosis(Status.INCONCLUSIVE, (), looked_at, tables, _facts(bundle))
+    say("Trying remedies")
+    finding = _with_remedies(bundle, cause, say)
+    hidden = hidden_finding(culprit) if culprit is not None else None
+    findings = [finding, *([hidden] if hidden else [])]
+    return Diagnosis(status_of(findings), findings, looked_at, tables, _facts(bundle))
+
+
+def _traced(bundle: Bundle) -> tuple[Trace, str]:
+    """The step's forward and backward passes under instruments, and the precision they ran in."""
+    rehearsal = rehearse(bundle.before)
+    with Trace(rehearsal.state.model) as trace:
+        rehearsal.step.gradients(bundle.batches)
+    return trace, rehearsal.precision.name
+
+
+def _way_back(bundle: Bundle, say: Callable[[str], None]) -> Remedy:
+    """The last clean checkpoint, and whether the run gets on from it."""
+    before = bundle.before
+    half = before.setting.precision == "fp16"
+    clean = scan_checkpoints(newest_checkpoints(bundle.work_dir)[::-1], half, say).last_clean
+    if clean is None:
+        return Remedy({}, f"no clean checkpoint is left in {bundle.work_dir}: start anew")
+    moment = moment_of(before.config, read_checkpoint(clean), before.world, before.device)
+    command = f"bevctl train --work-dir {bundle.work_dir} --resume {clean.name}"
+    return Remedy({}, f"go back to the last clean checkpoint: {command}", gets_through(bundle, moment))
+
+
+def _with_remedies(bundle: Bundle, cause: Cause, say: Callable[[str], None]) -> DiagnoseFinding:
+    """The cause's finding with what was tried, cures first."""
+    order = {True: 0, None: 1, False: 2}
+    tried = sorted(_tried(bundle, cause, say), key=lambda remedy: order[remedy.verified])
+    return dataclasses.replace(cause.finding, fix=(*tried, *cause.finding.fix))
+
+
+def _tried(bundle: Bundle, cause: Cause, say: Callable[[str], None]) -> list[Remedy]:
+    if cause.finding.id == STATE:
+        return [_way_back(bundle, say)]
+    trials = Trials(bundle, TRIALS_S, say)
+    return [remedy for ladder in cause.ladders for remedy in trials.attempt_until_cured(ladder)]
+
+
+def _transient(bundle: Bundle, replays: Sequence[Result], looked_at: list[str]) -> Diagnosis:
+    """The recorded step was not finite, and its replays are."""
+    incident = bundle.incident
+    hardware, accused = hardware_evidence(bundle.before.config)
+    remade = () if bundle.recorded_batches else (Evidence("data", "read again for the replay, not kept in the bundle"),)
+    elsewhere = incident.device != _device_name(bundle)
+    moved = (Evidence("device", f"recorded on {incident.device}, replayed on {_device_name(bundle)}"),)
+    finding = DiagnoseFinding(
+        TRANSIENT,
+        Severity.WARN,
+        0.95 if accused else 0.5 if elsewhere or remade else 0.8,
+        f"Iteration {incident.iteration} is finite when it is run again: it was a transient fault",
+        (
+            Evidence("recorded", incident.message),
+            Evidence("replayed", f"{len(replays)} times, finite each time; the last loss is {replays[-1].loss:.6g}"),
+            *remade,
+            *(moved if elsewhere else ()),
+            *hardware,
+        ),
+        "The same state and the same data give finite numbers, so neither they nor the code are to blame: a fault of "
+        "the hardware (memory, GPU, disk), or of what is not reproducible on it.",
+        (
+            Remedy({}, "continue with --resume auto: the step was skipped, the weights are clean"),
+            Remedy({}, "if it comes again on this machine, have its memory and GPUs tested"),
+        ),
+    )
+    return Diagnosis(Status.FOUND, [finding], looked_at, (), _facts(bundle))
+
+
+def _device_name(bundle: Bundle) -> str:
+    device = bundle.before.device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def _facts(bundle: Bundle) -> dict[str, object]:
+    return {"incident": bundle.folder, "iteration": bundle.incident.iteration, "class": bundle.incident.kind}

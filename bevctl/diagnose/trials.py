@@ -1,0 +1,162 @@
+"""Trying a remedy: the recorded steps are taken again with it, and their time and memory are measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bevctl.batch import Batch
+from bevctl.diagnose.bundle import Bundle, Moment, moment_earlier
+from bevctl.diagnose.rehearsal import Result, changed, rehearse
+from bevctl.diagnose.report import OUTCOMES, Remedy
+from bevctl.errors import BevctlError
+
+FOLLOWING = 4
+"""Recorded steps after the incident's that a remedy must get through as well."""
+MOST_STEPS_BACK = 200
+"""A checkpoint farther back than this is too far to take the steps since then again."""
+_GROWN = 3.0
+"""A finite loss this many times what it was is still on its way to infinity."""
+
+
+@dataclass(frozen=True)
+class Idea:
+    """A change worth a try."""
+
+    set: Mapping[str, Any]
+    why: str
+    from_earlier: bool = False
+    """It only helps if the steps before the incident's are taken with it too."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What became of a row of steps."""
+
+    results: list[Result]
+    peak_bytes: int | None
+
+    @property
+    def is_finite(self) -> bool:
+        return bool(self.results) and all(result.is_finite for result in self.results)
+
+    @property
+    def step_s(self) -> float:
+        """Median time of a step; the first, which warms up, is left out where there are others."""
+        return statistics.median(result.seconds for result in self.results[1:] or self.results)
+
+
+class Trials:
+    """Tries ideas on one incident.
+
+    Args:
+        limit_s: no further idea is tried after so many seconds.
+        say: told what became of each.
+    """
+
+    def __init__(self, bundle: Bundle, limit_s: float, say: Callable[[str], None]) -> None:
+        self._bundle = bundle
+        self._say = say
+        self._ends = time.monotonic() + limit_s
+        before = bundle.before
+        self._after = dataclasses.replace(before, iteration=before.iteration + 1)
+        self.steps = [bundle.batches, *bundle.steps(self._after, FOLLOWING)]
+        """The incident's step and those after it."""
+        self.baseline = _run(before, {}, self.steps)
+        """They without any change."""
+        self._earlier: tuple[Moment, list[list[Batch]]] | str | None = None
+
+    def attempt(self, idea: Idea) -> Remedy:
+        """The remedy with its outcome; without one where it cannot be tried, which `why` says then."""
+        if time.monotonic() > self._ends:
+            return Remedy(idea.set, f"{idea.why}; no time was left for it")
+        try:
+            return self._from_earlier(idea) if idea.from_earlier else self._at_once(idea)
+        except BevctlError as error:
+            return Remedy(idea.set, f"{idea.why}; it cannot be tried here: {error.message}")
+        except torch.cuda.OutOfMemoryError:
+            return Remedy(idea.set, f"{idea.why}; the memory of this GPU does not suffice")
+
+    def attempt_until_cured(self, ideas: Iterable[Idea]) -> list[Remedy]:
+        """What was tried, one after the other, up to the first cure or the first that cannot be tried."""
+        remedies: list[Remedy] = []
+        for idea in ideas:
+            remedies.append(self.attempt(idea))
+            self._say(f"  {remedies[-1].why}: {OUTCOMES[remedies[-1].verified]}")
+            if remedies[-1].verified is not False:
+                break
+        return remedies
+
+    def _at_once(self, idea: Idea) -> Remedy:
+        trial = _run(self._bundle.before, idea.set, self._steps_with(idea))
+        if not any(key.startswith("precision.") for key in idea.set):
+            return Remedy(idea.set, idea.why, trial.is_finite)
+        step_time = trial.step_s / self.baseline.step_s
+        memory = None
+        if trial.peak_bytes is not None and self.baseline.peak_bytes:
+            memory = trial.peak_bytes / self.baseline.peak_bytes
+        return Remedy(idea.set, idea.why, trial.is_finite, step_time, memory)
+
+    def _steps_with(self, idea: Idea) -> list[list[Batch]]:
+        """The recorded steps; made anew where the idea changes the data."""
+        if not any(key.startswith("data.") for key in idea.set):
+            return self.steps
+        before = dataclasses.replace(self._bundle.before, config=changed(self._bundle.before.config, idea.set))
+        return list(self._bundle.with_config(before.config).steps(before, len(self.steps)))
+
+    def _from_earlier(self, idea: Idea) -> Remedy:
+        if self._earlier is None:
+            self._earlier = self._find_earlier()
+        if isinstance(self._earlier, str):
+            return Remedy(idea.set, f"{idea.why}; {self._earlier}")
+        moment, steps = self._earlier
+        results = _run(moment, idea.set, steps).results
+        window = results[len(steps) - len(self.steps) :]
+        if not all(result.is_finite for result in window):
+            return Remedy(idea.set, idea.why, verified=False)
+        growth = _level(window) / _level(results[: len(self.steps)])
+        if growth > _GROWN:
+            return Remedy(idea.set, f"{idea.why}; the loss still grows, {growth:.3g} times", verified=False)
+        return Remedy(idea.set, idea.why, verified=True)
+
+    def _find_earlier(self) -> tuple[Moment, list[list[Batch]]] | str:
+        """A moment from which the incident comes again, and the batches from there on; or why there is none."""
+        moment = moment_earlier(self._bundle, MOST_STEPS_BACK)
+        if moment is None:
+            return f"no checkpoint lies within {MOST_STEPS_BACK} steps before the incident"
+        distance = self._bundle.before.iteration - moment.iteration
+        steps = list(self._bundle.steps(moment, distance + len(self.steps)))
+        if len(steps) <= distance:
+            return "the data of the steps before it are not here"
+        if _run(moment, {}, steps[: distance + 1]).results[-1].is_finite:
+            return f"from iteration {moment.iteration} on the incident does not come again"
+        return moment, steps
+
+
+def gets_through(bundle: Bundle, moment: Moment) -> bool | None:
+    """Whether the first steps after a moment of the run are finite; None where their data are not here."""
+    steps = list(bundle.steps(moment, 1 + FOLLOWING))
+    return _run(moment, {}, steps).is_finite if steps else None
+
+
+def _run(moment: Moment, changes: Mapping[str, Any], steps: Iterable[list[Batch]]) -> Trial:
+    """Takes steps from a moment on, with config values changed."""
+    rehearsal = rehearse(moment, changes)
+    on_gpu = moment.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(moment.device)
+    results = [rehearsal.run(batches) for batches in steps]
+    return Trial(results, torch.cuda.max_memory_allocated(moment.device) if on_gpu else None)
+
+
+def _level(results: Iterable[Result]) -> float:
+    """Median loss of the finite steps; infinite without one, so that nothing counts as grown from it."""
+    losses = [result.loss for result in results if math.isfinite(result.loss)]
+    return statistics.median(losses) if losses else math.inf

@@ -1,0 +1,223 @@
+"""`bevctl diagnose nan --replay` on runs that met an injected fault: the cause, the module, the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bevctl.engine.incident import find_incidents
+from bevctl.errors import ExitCode
+
+from ..conftest import Outcome
+from . import faults
+
+Invoke = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return faults.write_data(tmp_path_factory.mktemp("set") / "data")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _train(invoke: Invoke, config: Path, *options: str) -> Outcome:
+    return invoke("train", config, "--work-dir", "run", "--no-preflight", *options)
+
+
+def _replay(invoke: Invoke, *options: str | Path) -> dict[str, Any]:
+    done = invoke("diagnose", "nan", "run", "--replay", "--json", *options)
+    assert done.code == ExitCode.FINDINGS, done.err
+    assert done.document["status"] == "found"
+    assert "bit for bit" in done.document["looked_at"][1] or "transient" in done.document["findings"][0]["title"]
+    return done.document
+
+
+def _cures(finding: dict[str, Any]) -> list[dict[str, Any]]:
+    return [remedy["set"] for remedy in finding["fix"] if remedy["verified"] is True]
+
+
+def test_a_weight_too_large_for_fp16(invoke: Invoke, data: Path) -> None:
+    config = faults.write_config(data, Path("c.yaml"), **{"precision.dtype": "fp16", "precision.init_scale": 256.0})
+    name = "heads.object.shared_conv.weight"
+    weights = faults.scaled_weights(faults.lidar_config(data), name, 1e5, Path("scaled.pth"))
+    assert _train(invoke, config, "--load-from", str(weights), "--max-iters", "1").code == ExitCode.NONFINITE
+    document = _replay(invoke, "--write-fix", "fix.yaml")
+    assert (document["iteration"], document["class"]) == (1, "forward")
+    finding = document["findings"][0]
+    assert finding["id"] == "NAN201"
+    assert "FP16 overflow in heads.object.shared_conv: aten.convolution" in finding["title"]
+    first = finding["evidence"][0]
+    assert first["where"].startswith("heads.object.shared_conv, bevctl/models/transfusion.py:")
+    assert "float16 2x16x8x8" in first["what"]
+    assert "infinite" in first["what"]
+    outcomes = {next(iter(remedy["set"])): remedy for remedy in reversed(finding["fix"])}
+    modules = [r for r in finding["fix"] if "precision.fp32_modules" in r["set"]]
+    assert [(r["set"]["precision.fp32_modules"], r["verified"]) for r in modules] == [
+        (["heads.object"], True),
+        (["heads.object.shared_conv"], False),  # its sound FP32 output overflows where the next module rounds it
+    ]
+    assert modules[0]["step_time"] > 0
+    assert {"precision.dtype": "bf16"} in _cures(finding)
+    assert outcomes["precision.loss_scale"]["verified"] is False
+    assert outcomes["data.skip_samples"]["verified"] is False
+    assert outcomes["optim.lr"]["verified"] is None  # such weights did not come from this run's start
+    assert 0 < document["headroom"][0]["largest"] < 65000  # of operations that are neither the culprit nor inherit
+    again = invoke("train", "--work-dir", "run", "--resume", "auto", "--set", "fix.yaml", "--max-iters", "4", "--json")
+    assert again.code == ExitCode.OK, again.err
+    assert "Kept in FP32: heads.object" in again.err
+    assert [path.name for path in find_incidents(Path("run"))] == ["1"]
+
+
+def test_a_learning_rate_that_explodes(invoke: Invoke, data: Path) -> None:
+    config = faults.write_config(data, Path("c.yaml"), **{"optim.lr": 500.0, "optim.clip": None})
+    _train(invoke, config, "--max-iters", "6")
+    finding = _replay(invoke)["findings"][0]
+    assert finding["id"] == "NAN207"
+    assert finding["evidence"][0]["where"] == "loss by iteration"
+    rates = [remedy for remedy in finding["fix"] if "optim.lr" in remedy["set"]]
+    assert rates[0]["verified"] is True
+    assert rates[0]["set"]["optim.lr"] < 500.0
+
+
+def test_a_logarithm_of_zero_is_a_defect_of_the_code(
+    invoke: Invoke, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults.use(faults.built_with(lambda bev: bev + (bev.relu() * 0).log()), monkeypatch)
+    config = faults.write_config(data, Path("c.yaml"))
+    _train(invoke, config, "--max-iters", "1")
+    finding = _replay(invoke)["findings"][0]
+    assert finding["id"] == "NAN202"
+    assert finding["title"].startswith("aten.log.default in decoder")
+    assert "test_replay.py" in finding["evidence"][0]["where"]
+    assert "log_softmax" in finding["fix"][-1]["why"]
+    assert _cures(finding) == []
+
+
+def test_a_root_whose_slope_is_infinite_shows_in_the_backward_pass_only(
+    invoke: Invoke, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults.use(faults.built_with(lambda bev: bev + (bev * 0).abs().sqrt()), monkeypatch)
+    config = faults.write_config(data, Path("c.yaml"))
+    _train(invoke, config, "--max-iters", "1")
+    document = _replay(invoke)
+    finding = document["findings"][0]
+    assert (finding["id"], document["class"]) == ("NAN202", "backward")
+    assert "decoder" in finding["evidence"][0]["where"]
+    assert "backward" in finding["evidence"][0]["what"]
+    assert any("add a small number under the root" in remedy["why"] for remedy in finding["fix"])
+
+
+def test_a_module_that_hides_nan(invoke: Invoke, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults.use(faults.built_with(lambda bev: bev + (bev / (bev - bev)).nan_to_num(0.0, 0.0, 0.0)), monkeypatch)
+    config = faults.write_config(data, Path("c.yaml"))
+    _train(invoke, config, "--max-iters", "1")
+    findings = {finding["id"]: finding for finding in _replay(invoke)["findings"]}
+    assert "aten.div" in findings["NAN202"]["title"]
+    assert "nan_to_num" in findings["NAN208"]["title"]
+
+
+def test_a_fault_that_does_not_come_again(invoke: Invoke, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    struck: list[int] = []
+
+    def strike(bev: Tensor) -> Tensor:
+        struck.append(1)
+        return bev / 0 if len(struck) == 2 else bev
+
+    faults.use(faults.built_with(strike), monkeypatch)
+    config = faults.write_config(data, Path("c.yaml"))
+    assert _train(invoke, config, "--max-iters", "4").code == ExitCode.OK
+    document = _replay(invoke)
+    finding = document["findings"][0]
+    assert (finding["id"], finding["severity"]) == ("NAN205", "warn")
+    assert document["iteration"] == 2
+    assert {"recorded", "replayed", "ECC", "Xid"} <= {evidence["where"] for evidence in finding["evidence"]}
+    assert _cures(finding) == []
+
+
+def test_a_sample_with_an_infinite_box(invoke: Invoke, tmp_path: Path) -> None:
+    data = faults.write_data(tmp_path / "data", samples=4)
+    faults.spoil_box(data, 2, float("inf"))
+    config = faults.write_config(data, Path("c.yaml"))
+    _train(invoke, config, "--max-iters", "2")
+    finding = _replay(invoke, "--write-fix", "fix.yaml")["findings"][0]
+    assert finding["id"] == "NAN203"
+    assert finding["title"] == "The data of sample sample-2 cannot be learned from"
+    assert finding["evidence"][0]["where"] == "sample-2"
+    assert _cures(finding) == [{"data.skip_samples": ["sample-2"]}]
+    assert _train(invoke, config, "--resume", "auto", "--set", "fix.yaml").code == ExitCode.OK
+
+
+def test_a_sample_whose_box_has_a_negative_length(invoke: Invoke, tmp_path: Path) -> None:
+    data = faults.write_data(tmp_path / "data", samples=4)
+    faults.spoil_box(data, 2, -1.0)
+    config = faults.write_config(data, Path("c.yaml"))
+    _train(invoke, config, "--max-iters", "2")
+    finding = _replay(invoke)["findings"][0]
+    assert {"data.skip_samples": ["sample-2"]} in _cures(finding)
+
+
+@pytest.mark.parametrize(
+    ("part", "options"),
+    [
+        ("weights", {}),
+        ("moments", {}),
+        ("scaler", {"precision.dtype": "fp16", "precision.init_scale": 256.0}),
+    ],
+)
+def test_a_state_that_was_spoiled_before(invoke: Invoke, data: Path, part: str, options: dict[str, object]) -> None:
+    def spoil(content: dict[str, Any]) -> None:
+        if part == "weights":
+            content["state_dict"]["heads.object.shared_conv.weight"][0, 0] = torch.nan
+        elif part == "moments":
+            content["optimizer"]["state"][0]["exp_avg"].flatten()[0] = torch.nan
+        else:
+            content["scaler"]["scale"] = float("inf")
+
+    config = faults.write_config(data, Path("c.yaml"), **options)
+    assert _train(invoke, config, "--max-iters", "1").code == ExitCode.OK
+    assert _train(invoke, config, "--resume", "auto", "--max-iters", "2").code == ExitCode.OK
+    faults.corrupt(Path("run/iter_2.pth"), spoil)
+    _train(invoke, config, "--resume", "iter_2.pth", "--max-iters", "5")
+    finding = _replay(invoke)["findings"][0]
+    assert finding["id"] == "NAN204"
+    way_back = finding["fix"][0]
+    assert (way_back["set"], way_back["verified"]) == ({}, True)
+    assert "--resume iter_1.pth" in way_back["why"]
+
+
+def test_what_cannot_be_replayed_is_said_in_a_sentence(invoke: Invoke, data: Path) -> None:
+    config = faults.write_config(data, Path("c.yaml"))
+    _train(invoke, config, "--max-iters", "1")
+    healthy = invoke("diagnose", "nan", "run", "--replay")
+    assert (healthy.code, "No incident is recorded in run" in healthy.err) == (2, True)
+    nowhere = invoke("diagnose", "nan", "nowhere", "--replay")
+    assert (nowhere.code, "nowhere does not exist" in nowhere.err) == (2, True)
+    nothing = invoke("diagnose", "nan", "--replay", "--checkpoint", "run/iter_1.pth")
+    assert (nothing.code, "needs a run" in nothing.err) == (2, True)
+
+
+def test_a_truncated_bundle_is_said_in_a_sentence(invoke: Invoke, data: Path) -> None:
+    config = faults.write_config(data, Path("c.yaml"), **{"optim.lr": 1e6})
+    _train(invoke, config, "--max-iters", "4")
+    bundle = find_incidents(Path("run"))[0]
+    for name in ("state.pth", "incident.json"):
+        content = (bundle / name).read_bytes()
+        (bundle / name).write_bytes(content[: len(content) // 2])
+        done = invoke("diagnose", "nan", bundle, "--replay", "--json")
+        assert (done.code, done.document["status"]) == (2, "error")
+        assert name in done.err
+    (bundle / "config.yaml").unlink()
+    assert invoke("diagnose", "nan", bundle, "--replay").code == 2
