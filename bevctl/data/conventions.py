@@ -19,13 +19,16 @@ WIDER_THAN_LONG = frozenset({"barrier"})
 def detect_convention(boxes: Iterable[tuple[Array, tuple[str, ...]]]) -> str | None:
     """ "lwh" or "wlh" by a vote of the objects whose shape is known; None without any such object.
 
+    A box of NaN or infinite size has no vote.
+
     `boxes` are pairs of (n, ≥ 7) boxes as stored and their n class names.
     """
     first_longer = 0
     for rows, names in boxes:
         if len(rows) == 0:
             continue
-        sign = np.sign(rows[:, 3] - rows[:, 4])
+        sizes = np.where(np.isfinite(rows[:, 3:5]).all(axis=1, keepdims=True), rows[:, 3:5], 0.0)
+        sign = np.sign(sizes[:, 0] - sizes[:, 1])
         known = np.array([(n in LONGER_THAN_WIDE) - (n in WIDER_THAN_LONG) for n in names])
         first_longer += int(np.sum(sign * known))
     if first_longer == 0:

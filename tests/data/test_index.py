@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bevctl.data.conventions import detect_convention
 from bevctl.data.index import IGNORED, locate, read_info, resolve
 from bevctl.errors import BevctlError, ExitCode
 from bevctl.geometry import transform_points
@@ -98,6 +99,12 @@ def test_an_undecidable_convention_is_assumed_aloud(tmp_path: Path, document: di
     info = read_info(made.write(tmp_path / "a.pkl", document))
     assert info.box_convention == assumed
     assert f"{assumed} is assumed" in info.notes[0]
+
+
+def test_a_box_that_is_not_finite_has_no_vote_on_the_convention() -> None:
+    car, broken = [0.0, 0.0, 0.0, 4.0, 2.0, 1.5, 0.0], [0.0, 0.0, 0.0, np.inf, np.nan, 1.5, 0.0]
+    assert detect_convention([(np.array([car, broken]), ("car", "car"))]) == "lwh"
+    assert detect_convention([(np.array([broken]), ("car",))]) is None
 
 
 def test_radar_files_of_newer_mit_code(tmp_path: Path) -> None:
