@@ -45,26 +45,42 @@ def query_targets(
     B × (n_i,) the objects.
     """
     codes, logits = codes.detach(), logits.detach()
+    counts = [len(sample_boxes) for sample_boxes in boxes]
     decoded = decode(codes, grid)
-    padded_boxes = pad_sequence(list(boxes), batch_first=True).float()
-    padded_labels = pad_sequence(list(labels), batch_first=True)
+    padded_boxes = _padded(boxes).float()
+    padded_labels = _padded(labels)
     iou = rotated_iou_3d(decoded[:, :, None, :7], padded_boxes[:, None, :, :7])
     cost = (
         CLASS_COST * class_cost(logits, padded_labels)
         + POSITION_COST * position_cost(decoded, padded_boxes, grid)
         - IOU_COST * iou
     )
-    sample, query, obj = match(cost, [len(sample_boxes) for sample_boxes in boxes])
-    target_codes, code_mask = torch.zeros_like(codes), torch.zeros_like(codes)
-    matched = encode(padded_boxes[sample, obj], grid)
-    target_codes[sample, query] = matched.nan_to_num()
-    code_mask[sample, query] = (~matched.isnan()).float()
-    classes = torch.zeros_like(logits)
-    classes[sample, query, padded_labels[sample, obj]] = 1
-    pairs = iou.new_zeros(len(boxes), 2)
-    pairs.index_add_(0, sample, torch.stack([iou[sample, query, obj], torch.ones_like(sample).float()], dim=-1))
-    mean_iou = (pairs[:, 0] / pairs[:, 1].clamp(min=1)).mean()
-    return QueryTargets(classes, target_codes, code_mask, len(sample), mean_iou)
+    matched = match(cost, counts)
+    is_matched, partner = matched >= 0, matched.clamp(min=0)
+    target_codes = encode(_rows(padded_boxes, partner), grid)
+    known = is_matched[..., None] & ~target_codes.isnan()
+    label = padded_labels.gather(1, partner)
+    overlap = torch.where(is_matched, iou.gather(2, partner[..., None])[..., 0], 0)
+    return QueryTargets(
+        classes=(
+            (label[..., None] == torch.arange(logits.shape[2], device=label.device)) & is_matched[..., None]
+        ).float(),
+        codes=torch.where(known, target_codes, 0),
+        code_mask=known.float(),
+        positives=sum(min(count, codes.shape[1]) for count in counts),
+        mean_iou=(overlap.sum(1) / is_matched.sum(1).clamp(min=1)).mean(),
+    )
+
+
+def _padded(rows: Sequence[Tensor]) -> Tensor:
+    """B × (n_i, …) → (B, max n, …) with zeros behind, at least one row."""
+    padded = pad_sequence(list(rows), batch_first=True)
+    return padded if padded.shape[1] else padded.new_zeros(padded.shape[0], 1, *padded.shape[2:])
+
+
+def _rows(values: Tensor, index: Tensor) -> Tensor:
+    """(B, M, C) rows at (B, Q) → (B, Q, C)."""
+    return values.gather(1, index[..., None].expand(-1, -1, values.shape[2]))
 
 
 def class_cost(logits: Tensor, labels: Tensor) -> Tensor:

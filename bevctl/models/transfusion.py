@@ -12,10 +12,9 @@ from bevctl.batch import Batch
 from bevctl.config.schema import ObjectHeadConfig
 from bevctl.errors import BevctlError
 from bevctl.models.box_coder import CODE_WEIGHTS, BevGrid, decode
+from bevctl.models.detection_loss import detection_losses
 from bevctl.models.layers import ConvBlock
-from bevctl.models.losses import gaussian_focal_loss, sigmoid_focal_loss
 from bevctl.models.query_decoder import QueryDecoderLayer
-from bevctl.models.targets import heatmap_targets, query_targets
 
 BRANCHES = {"center": 2, "height": 1, "dim": 3, "rot": 2, "vel": 2}
 """Regression branches in the order of the box code, and their channels."""
@@ -127,28 +126,17 @@ class TransFusionHead(nn.Module):
 
         Samples without annotations weigh nothing, but their outputs stay part of the graph.
         """
+        config = self.config
         with torch.autocast(outputs.codes.device.type, enabled=False):
-            annotated = batch.has_boxes.float()[:, None, None]
-            targets = query_targets(outputs.codes, outputs.logits, batch.boxes, batch.labels, self.grid)
-            average = max(targets.positives, 1)
-            classes = (sigmoid_focal_loss(outputs.logits, targets.classes) * annotated).sum() / average
-            weight = targets.code_mask * annotated * self.code_weights
-            box = ((outputs.codes - targets.codes).abs() * weight).sum() / average
-            config = self.config
+            losses = detection_losses(
+                outputs.heatmap, outputs.logits, outputs.codes, batch, self.grid, self.code_weights
+            )
             return {
-                "loss/object/loss_heatmap": config.loss_weight
-                * config.heatmap_weight
-                * self._heatmap_loss(outputs, batch),
-                "loss/object/layer_-1_loss_cls": config.loss_weight * config.class_weight * classes,
-                "loss/object/layer_-1_loss_bbox": config.loss_weight * config.box_weight * box,
-                "stats/object/matched_ious": targets.mean_iou,
+                "loss/object/loss_heatmap": config.loss_weight * config.heatmap_weight * losses.heatmap,
+                "loss/object/layer_-1_loss_cls": config.loss_weight * config.class_weight * losses.classes,
+                "loss/object/layer_-1_loss_bbox": config.loss_weight * config.box_weight * losses.boxes,
+                "stats/object/matched_ious": losses.mean_iou,
             }
-
-    def _heatmap_loss(self, outputs: ObjectOutputs, batch: Batch) -> Tensor:
-        targets = heatmap_targets(batch.boxes, batch.labels, self.classes, self.grid)
-        annotated = batch.has_boxes.float()[:, None, None, None]
-        loss = gaussian_focal_loss(outputs.heatmap, targets) * annotated
-        return loss.sum() / ((targets == 1) * annotated).sum().clamp(min=1)
 
     @torch.no_grad()
     def predict(self, outputs: ObjectOutputs) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
