@@ -8,6 +8,11 @@ from bevctl.diagnose.report import DiagnoseRequest, Diagnosis
 
 TOPICS: dict[str, tuple[str, str]] = {
     "nan": ("bevctl.diagnose.nan", "Numbers that are not finite: which operation, which sample, why, what cures it."),
+    "unstable-loss": (
+        "bevctl.diagnose.unstable_loss",
+        "A loss that jumps, rises, swings or diverges while it is a number.",
+    ),
+    "fp16-inactive": ("bevctl.diagnose.fp16_inactive", "FP16 without effect, or whose saving is a lost head."),
 }
 """Name → (module with `diagnose`, one line of help). A module is imported when its topic is asked for."""
 

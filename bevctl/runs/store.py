@@ -102,7 +102,7 @@ class RecordStore:
 
 
 def _median(counts: Counter[int]) -> int | None:
-    """The (lower) median: some logs also have single records, at an epoch's ends, that are closer to their neighbours."""
+    """The lower median: some logs have single records besides, at an epoch's ends, close to their neighbours."""
     left = (counts.total() + 1) // 2
     for value in sorted(counts):
         left -= counts[value]

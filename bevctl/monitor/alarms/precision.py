@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,8 +24,7 @@ def without_effect(view: View) -> Iterator[Trouble]:
     if not fp16_of(view.log):
         return
     yield from _by_matmuls(view)
-    if view.against is not None and not fp16_of(view.against):
-        yield from _by_other_run(view)
+    yield from _by_other_run(view)
     yield from _by_expectation(view)
 
 
@@ -38,18 +37,45 @@ def _by_matmuls(view: View) -> Iterator[Trouble]:
             yield _trouble("Half precision is on, but most matrix products run in FP32", evidence, event.iter)
 
 
-def _by_other_run(view: View) -> Iterator[Trouble]:
+Ratio = tuple[float, float, float]
+"""Ours over theirs, ours, theirs."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A run beside its FP32 twin."""
+
+    memory: Ratio
+    """GiB."""
+    time: Ratio
+    """Seconds an iteration, without waiting for data."""
+
+    def evidence(self) -> list[Evidence]:
+        memory, time = self.memory, self.time
+        return [
+            Evidence("memory_gib", f"{memory[1]:.3g} here, {memory[2]:.3g} in the FP32 run ({memory[0]:.0%})"),
+            Evidence(
+                "iter_time_s", f"{time[1]:.3g} without waiting for data here, {time[2]:.3g} there ({time[0]:.0%})"
+            ),
+        ]
+
+
+def compare(view: View) -> Comparison | None:
+    """The run beside the one that it is compared with; None where that is not in FP32, or too little is known."""
+    if view.against is None or fp16_of(view.against):
+        return None
     ours, theirs = view.warm, view.other
+    memory, time = _ratio(ours, theirs, "memory_gib"), _ratio(_computing(ours), _computing(theirs), "iter_time_s")
+    return Comparison(memory, time) if memory is not None and time is not None else None
+
+
+def _by_other_run(view: View) -> Iterator[Trouble]:
     if set(view.other.losses) - set(view.history.losses):
         return  # a run that lacks a head does not compare
-    memory, time = _ratio(ours, theirs, "memory_gib"), _ratio(_computing(ours), _computing(theirs), "iter_time_s")
-    if memory is None or time is None or memory[0] < SAME or time[0] < SAME:
-        return
-    evidence = [
-        Evidence("memory_gib", f"{memory[1]:.3g} here, {memory[2]:.3g} in the FP32 run ({memory[0]:.0%})"),
-        Evidence("iter_time_s", f"{time[1]:.3g} without waiting for data here, {time[2]:.3g} there ({time[0]:.0%})"),
-    ]
-    yield _trouble("FP16 is on, but memory and speed are those of FP32", evidence, view.history.iters[0])
+    compared = compare(view)
+    if compared is not None and compared.memory[0] >= SAME and compared.time[0] >= SAME:
+        title = "FP16 is on, but memory and speed are those of FP32"
+        yield _trouble(title, compared.evidence(), view.history.iters[0])
 
 
 def _computing(history: History) -> History:
@@ -59,7 +85,7 @@ def _computing(history: History) -> History:
     return replace(history, values=values)
 
 
-def _ratio(ours: History, theirs: History, name: str) -> tuple[float, float, float] | None:
+def _ratio(ours: History, theirs: History, name: str) -> Ratio | None:
     here, there = ours.finite(name)[1], theirs.finite(name)[1]
     if min(len(here), len(there)) < LEAST_RECORDS or np.median(there) <= 0:
         return None

@@ -1,0 +1,147 @@
+"""A run's checkpoints, the newest first: what in them is not finite or cannot be, and the last one that is clean."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bevctl.diagnose.report import DiagnoseFinding, Remedy
+from bevctl.engine.checkpoint_report import FINITE, SCALER, CheckpointReport, inspect_checkpoint, tensors_of
+from bevctl.finding import Evidence, Severity
+
+LARGEST_FP16 = 65504.0
+POISONED, BEYOND_FP16 = "NAN110", "NAN111"
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What the checkpoints tell."""
+
+    findings: tuple[DiagnoseFinding, ...] = ()
+    last_clean: Path | None = None
+    looked_at: tuple[str, ...] = field(default=())
+
+
+def scan_checkpoints(paths: Sequence[Path], half: bool, say: Callable[[str], None]) -> Scan:
+    """Reads from the newest back to the first clean one, as what is not finite stays so.
+
+    Args:
+        paths: oldest first.
+        half: the run trains in FP16.
+    """
+    bad: list[tuple[Path, list[DiagnoseFinding]]] = []
+    looked_at = []
+    for path in reversed(paths):
+        say(f"Reading {path}")
+        report = inspect_checkpoint(path)
+        if report.checkpoint is None:
+            looked_at.append(f"{path} was not read: {report.findings[0].title}")
+            continue
+        found = [*_of_report(report), *_impossible(report), *(_beyond_half(report) if half else ())]
+        if not any(finding.severity is Severity.FAIL for finding in found):
+            looked_at.append(f"{path}: weights, statistics, optimizer and loss scale are finite")
+            return Scan((*_told(bad, path), *found), path, tuple(looked_at))
+        bad.append((path, found))
+    return Scan(tuple(_told(bad, None)), None, tuple(looked_at))
+
+
+def _told(bad: Sequence[tuple[Path, list[DiagnoseFinding]]], clean: Path | None) -> Iterator[DiagnoseFinding]:
+    """The findings of the oldest bad checkpoint, which say what was spoiled first, with the way back."""
+    if not bad:
+        return
+    oldest, findings = bad[-1]
+    names = ", ".join(path.name for path, _ in reversed(bad))
+    where = [Evidence("checkpoints", f"spoiled: {names}; last clean one: {clean or 'none found'}")]
+    way_back = Remedy({}, f"continue from {clean}" if clean else "start again from before this checkpoint")
+    for finding in findings:
+        yield DiagnoseFinding(
+            finding.id,
+            finding.severity,
+            finding.confidence,
+            f"{oldest.name}: {finding.title}",
+            (*finding.evidence, *where),
+            finding.cause,
+            (way_back, *finding.fix),
+        )
+
+
+def _of_report(report: CheckpointReport) -> Iterator[DiagnoseFinding]:
+    """Values that are not finite, by what holds them, and the state of the loss scale."""
+    kinds = Counter(_kind_of(entry.key) for entry in report.nonfinite)
+    shares = (Evidence("kinds", ", ".join(f"{kind}: {count} tensors" for kind, count in kinds.items())),)
+    for finding in report.of(FINITE, SCALER):
+        evidence = (*finding.evidence, *(shares if finding.id == FINITE else ()))
+        fix = (Remedy({}, finding.fix),) if finding.fix and finding.id == SCALER else ()
+        yield DiagnoseFinding(finding.id, finding.severity, 0.95, finding.title, evidence, finding.cause, fix)
+    scale = (report.loss_scaler or {}).get("scale")
+    if isinstance(scale, float | int) and 1 <= scale < math.inf and math.frexp(scale)[0] != 0.5:
+        yield DiagnoseFinding(
+            SCALER,
+            Severity.INFO,
+            0.6,
+            f"The saved loss scale, {scale:g}, is no power of two",
+            (Evidence("loss_scaler.scale", f"{scale:g}"),),
+            "It was fixed by hand, or moved by factors other than 2 and 1/2.",
+        )
+
+
+def _kind_of(key: str) -> str:
+    if key.startswith("optimizer."):
+        return "optimizer moments"
+    if key.startswith("ema"):
+        return "averaged weights"
+    return "BatchNorm statistics" if key.endswith(("running_mean", "running_var")) else "weights"
+
+
+def _impossible(report: CheckpointReport) -> Iterator[DiagnoseFinding]:
+    """Variances below zero: finite in the file, NaN at their first use."""
+    negative = [key for key, tensor in _entries(report) if _is_variance(key) and bool((tensor < 0).any())]
+    if negative:
+        yield DiagnoseFinding(
+            POISONED,
+            Severity.FAIL,
+            0.95,
+            f"Variances of {len(negative)} tensors are negative",
+            tuple(Evidence(key, "holds values below 0") for key in negative[:8]),
+            "The square root of a negative variance is NaN: BatchNorm statistics or Adam's second moment were damaged "
+            "in memory, by a wrong cast or by an edited file.",
+        )
+
+
+def _is_variance(key: str) -> bool:
+    return key.endswith(("running_var", ".exp_avg_sq"))
+
+
+def _beyond_half(report: CheckpointReport) -> Iterator[DiagnoseFinding]:
+    """Weights that become infinite when they are cast to FP16."""
+    assert report.checkpoint is not None
+    large = {}
+    for key, tensor in report.checkpoint.state_dict.items():
+        if tensor.is_floating_point() and tensor.numel() and not key.endswith(("running_mean", "running_var")):
+            largest = float(torch.nan_to_num(tensor.float(), 0.0, 0.0, 0.0).abs().max())
+            if largest > LARGEST_FP16:
+                large[key] = largest
+    if large:
+        yield DiagnoseFinding(
+            BEYOND_FP16,
+            Severity.FAIL,
+            0.9,
+            f"Weights of {len(large)} tensors are above FP16's largest number, 65504",
+            tuple(Evidence(key, f"largest {value:.4g}") for key, value in list(large.items())[:8]),
+            "They are infinite once they are cast to FP16: the training diverged before.",
+            (Remedy({"precision.dtype": "bf16"}, "BF16 or FP32 holds them; better go back to before they grew"),),
+        )
+
+
+def _entries(report: CheckpointReport) -> Iterator[tuple[str, Tensor]]:
+    """Every floating-point tensor of the weights and the optimizer."""
+    assert report.checkpoint is not None
+    content = report.checkpoint.content
+    yield from ((str(key), tensor) for key, tensor in report.checkpoint.state_dict.items())
+    yield from tensors_of(content.get("optimizer"), "optimizer")

@@ -1,0 +1,70 @@
+"""Real logs through each topic: the troubles in them are named, and the rest stays silent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bevctl.console import strict_json
+from bevctl.diagnose.report import Status, document
+
+from .cases import ask, found, the
+
+LOGS = Path(__file__).parents[2].parent / "shared" / "logs"
+HEALTHY = ("01_", "03_", "16_", "17_", "18_mmcv_pointpillars_20220821_233842", "19_")
+NAN = {
+    "14_": {"NAN001": "warn"},
+    "33_": {"NAN001": "fail", "NAN102": "warn"},
+    "37_": {"NAN001": "fail", "NAN103": "warn"},
+}
+UNSTABLE = {"14_": {"NAN001": "warn", "LOSS001": "warn"}, "33_": {"NAN001": "fail"}, "37_": {"NAN001": "fail"}}
+EMPTY = ("06_", "18_mmcv_pointpillars_20220821_205041", "21_", "23_")
+"""Without a record that has a loss."""
+pytestmark = pytest.mark.skipif(not LOGS.is_dir(), reason="the real logs are not beside this checkout")
+
+
+def _logs() -> list[Path]:
+    return sorted(path for path in LOGS.glob("[0-9]*")) if LOGS.is_dir() else []
+
+
+@pytest.mark.parametrize("path", _logs(), ids=lambda path: path.name[:40])
+def test_nan(path: Path) -> None:
+    answer = ask("nan", path)
+    expected = next((NAN[start] for start in NAN if path.name.startswith(start)), {})
+    assert found(answer) == expected
+    silent = Status.INCONCLUSIVE if path.name.startswith(EMPTY) else Status.CLEAR
+    assert answer.status is (Status.FOUND if expected else silent)
+    json.dumps(strict_json(document("nan", answer)), allow_nan=False)
+
+
+@pytest.mark.parametrize("path", _logs(), ids=lambda path: path.name[:40])
+def test_unstable_loss(path: Path) -> None:
+    answer = ask("unstable-loss", path)
+    expected = next((UNSTABLE[start] for start in UNSTABLE if path.name.startswith(start)), {})
+    assert found(answer) == expected
+    if path.name.startswith(HEALTHY):
+        short = path.name.startswith("17_")  # seven windows
+        assert answer.status is (Status.INCONCLUSIVE if short else Status.CLEAR)
+
+
+@pytest.mark.parametrize("path", _logs(), ids=lambda path: path.name[:40])
+def test_fp16_inactive(path: Path) -> None:
+    answer = ask("fp16-inactive", path)
+    assert found(answer) == {}
+    known = ("01_", "03_", "18_", "19_")
+    assert answer.status is (Status.CLEAR if path.name.startswith(known) else Status.INCONCLUSIVE)
+
+
+def test_the_auxiliary_2d_head_is_named() -> None:
+    answer = ask("nan", next(LOGS.glob("37_*")))
+    told = the(answer, "NAN103").evidence[0].what
+    assert "enc_" in told.partition("; finite")[0]
+    assert "frame_0_loss_cls" in told.partition("; finite")[2]
+
+
+def test_the_header_of_a_real_log_tells_gpus_batch_and_rate() -> None:
+    answer = ask("nan", next(LOGS.glob("03_*.log")))
+    assert any("loss scale dynamic" in said for said in answer.looked_at)
+    assert "LR002" not in [finding.id for finding in answer.findings]
