@@ -73,6 +73,7 @@ class LossScale(click.ParamType):
 @config_option("--work-dir", key="work_dir", metavar="DIR", help="Folder of the run; default: runs/<config name>.")
 @config_option("--seed", key="seed", type=int, metavar="N", help="Seed of weights, order and augmentation.")
 @config_option("--deterministic", key="train.deterministic", is_flag=True, help="Deterministic algorithms; slower.")
+@config_option("--compile", key="train.compile", is_flag=True, help="torch.compile for the parts of fixed shape.")
 @config_option("--tensorboard", key="train.tensorboard", is_flag=True, help="Also write event files for TensorBoard.")
 @click.option("--no-preflight", is_flag=True, help="Skip the quick checks at the start.")
 @click.option("-n", "--dry-run", is_flag=True, help="Show config, memory, steps and finish time; train nothing.")

@@ -214,6 +214,9 @@ class TrainConfig:
     best: str = opt("", "metric of the best checkpoint: mAP, NDS or mIoU; empty: NDS, else mIoU")
     ema: float = opt(0.0, "decay of the weight average; 0 for none", low=0, high=0.99999)
     deterministic: bool = opt(False, "deterministic algorithms, slower on a GPU")
+    compile: bool = opt(
+        False, "torch.compile for the parts of fixed shape, on a GPU; numbers stay, a start takes longer"
+    )
     sync_bn: bool = opt(False, "share BatchNorm statistics between GPUs")
     on_nonfinite: str = opt(
         "skip",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import platform
@@ -24,6 +25,7 @@ from bevctl.console import Console
 from bevctl.data.loader import EpochSampler, Reshuffle, make_loader
 from bevctl.data.nuscenes import NuScenesDataset
 from bevctl.engine.checkpoint import FORMAT, Checkpoint, Shelf, load_state, read_checkpoint
+from bevctl.engine.compilation import compile_parts
 from bevctl.engine.dist import World, broadcast_buffers, on_main, process_group, select_device
 from bevctl.engine.ema import WeightAverage
 from bevctl.engine.guard import NonfiniteGuard, Policy
@@ -44,7 +46,7 @@ from bevctl.engine.workdir import check_unused, find_checkpoint, read_resume, wo
 from bevctl.errors import BevctlError, ExitCode
 from bevctl.evaluate.job import evaluate_split
 from bevctl.files import atomic_write_text
-from bevctl.models.build import build_model
+from bevctl.models.build import build_model, static_parts
 from bevctl.runs.writer import RunWriter, read_run
 
 _STATUS = {ExitCode.OK: "finished", ExitCode.PREEMPTED: "preempted", ExitCode.NONFINITE: "nonfinite"}
@@ -251,6 +253,10 @@ def _train(
         for kind, notes in (("start", parts.notes), ("resume", resumed.notes)):
             for note in notes:
                 journal.event(kind, note)
+        if config.train.compile:
+            report = functools.partial(journal.event, "compile")
+            compiled = compile_parts(parts.state.model, static_parts(config.model), report)
+            report(f"torch.compile for {', '.join(compiled) or 'nothing'}: the first step takes longer")
         if options.resume is not None and resumed.iteration >= plan.stop_at:
             journal.event("end", f"Nothing left to train: iteration {resumed.iteration} of {plan.stop_at} is done")
             return RunResult(ExitCode.OK, work_dir, resumed.iteration, None)

@@ -30,6 +30,22 @@ PARTS = (
     "heads.object",
     "heads.map",
 )
+_STATIC_PARTS = {
+    "encoders.camera.backbone": "camera",
+    "encoders.camera.neck": None,
+    "encoders.camera.vtransform.dtransform": "camera",
+    "encoders.camera.vtransform.depthnet": "camera",
+    "encoders.camera.vtransform.downsample": "camera",
+    "fuser": None,
+    "decoder": "decoder",
+    "heads.map.classifier": None,
+}
+"""Modules whose tensors have the same shapes in every step, and what recomputes their activations when asked to."""
+
+
+def static_parts(model: ModelConfig) -> list[str]:
+    """Names of modules that torch.compile can take as a whole: shapes never change, and nothing is recomputed."""
+    return [name for name, part in _STATIC_PARTS.items() if part not in model.checkpointing]
 
 
 def build_model(config: Config) -> nn.Module:

@@ -65,7 +65,7 @@ def test_trains_and_continues_with_the_config_of_the_run(invoke: Invoke, nano: P
 def test_options_reach_the_config(invoke: Invoke, nano: Path) -> None:
     options = (
         "--bf16 --loss-scale 512 --batch 3 --accumulate 2 --workers 0 --lr 0.003 --warmup 7 --epochs 5 "
-        "--grad-clip 1.5 --grad-checkpoint --seed 9 --deterministic --device cpu -n --json"
+        "--grad-clip 1.5 --grad-checkpoint --seed 9 --deterministic --compile --device cpu -n --json"
     )
     in_iterations = ("--set", "train.schedule_iters=77")
     done = invoke("train", nano, *options.split(), *in_iterations, "--work-dir", "somewhere")
@@ -75,6 +75,7 @@ def test_options_reach_the_config(invoke: Invoke, nano: Path) -> None:
     assert config["precision"]["loss_scale"] == 512
     train = config["train"]
     assert (train["batch"], train["accumulate"], train["epochs"], train["deterministic"]) == (3, 2, 5, True)
+    assert train["compile"] is True
     assert (config["optim"]["lr"], config["optim"]["warmup"], config["optim"]["clip"]) == (0.003, 7, 1.5)
     assert (config["seed"], config["work_dir"]) == (9, "somewhere")
     assert config["model"]["checkpointing"] == ["camera", "lidar", "decoder"]
