@@ -35,6 +35,8 @@ class NonfiniteGuard:
     def __init__(self, policy: Policy, dynamic: bool) -> None:
         self.rewinds = 0
         """Done so far."""
+        self.onset = 0
+        """First iteration of the last row of steps that were not finite."""
         self._policy = policy
         self._dynamic = dynamic
         self._row = 0
@@ -50,6 +52,7 @@ class NonfiniteGuard:
         self._recent.append(found is not None and not found.benign)
         if found is None:
             return SKIP
+        self.onset = outcome.record.iter - self._row + 1
         spent = self._spent(outcome)
         if spent:
             return self._after_budget(spent, outcome, found)

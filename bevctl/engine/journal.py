@@ -162,6 +162,18 @@ class RunJournal:
         seconds = time.monotonic() - started
         self.event("checkpoint", f"Saved {self.last_checkpoint} in {seconds:.1f} s", iteration=iteration, epoch=epoch)
 
+    def checkpoint_before(self, iteration: int) -> Path | None:
+        """The newest checkpoint of this run from before an attempted step (1-based); every rank must call it."""
+        return on_main(self.world, lambda: self._newest_before(iteration))
+
+    def _newest_before(self, iteration: int) -> Path | None:
+        for name in reversed(self.shelf.written):
+            kind, number = name.removesuffix(".pth").split("_")
+            done = int(number) * (self.iters_per_epoch if kind == "epoch" else 1)
+            if done < iteration:
+                return self.shelf.work_dir / name
+        return None
+
     def epoch_done(self, epoch: int) -> None:
         """Evaluates when it is due, and marks the best checkpoint."""
         if not self.cadence.eval_interval or epoch % self.cadence.eval_interval:

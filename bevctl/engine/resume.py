@@ -243,7 +243,10 @@ def _restore_scaler(state: TrainState, checkpoint: Checkpoint) -> list[str]:
         return []
     saved = checkpoint.loss_scaler
     if not state.scaler.dynamic:
-        return [f"Loss scale: fixed at {state.scaler.value.item():.10g} by the config"]
+        if saved is not None:
+            state.scaler.load_state_dict(saved)
+        why = "by the config" if state.scaler.ceiling is None else "since an overflow"
+        return [f"Loss scale: fixed at {state.scaler.value.item():.10g} {why}"]
     if saved is None:
         return [f"Loss scale: fresh at {state.scaler.value.item():.10g}, the file has none"]
     state.scaler.load_state_dict(saved)

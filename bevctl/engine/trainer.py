@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from bevctl.batch import Batch
 from bevctl.engine.checkpoint import read_checkpoint
 from bevctl.engine.culprit import overflowing_module
-from bevctl.engine.dist import World, on_main
+from bevctl.engine.dist import World
 from bevctl.engine.guard import FP32_MODULE, LOWER_SCALE, SKIP, FutilityWatch, NonfiniteGuard
 from bevctl.engine.nonfinite import SMALLEST_SCALE, Classifier, Nonfinite
 from bevctl.engine.precision import MatmulCounter, keep_fp32
@@ -39,8 +39,6 @@ class Plan:
 class Journal(Protocol):
     """What the loop tells, and asks to keep; see `bevctl.engine.journal`."""
 
-    last_checkpoint: Path | None
-
     def step(self, outcome: StepOutcome) -> None: ...
 
     def wants_incident(self, found: Nonfinite) -> bool: ...
@@ -56,6 +54,8 @@ class Journal(Protocol):
     def problems(self, sentences: list[str]) -> None: ...
 
     def save(self, iteration: int, skipped_steps: int) -> None: ...
+
+    def checkpoint_before(self, iteration: int) -> Path | None: ...
 
     def epoch_done(self, epoch: int) -> None: ...
 
@@ -274,12 +274,12 @@ class Trainer:
         self.journal.event("fp32_module", f"{name} computes in FP32 from here on", module=name)
 
     def _rewind(self, outcome: StepOutcome) -> None:
-        """Back to the last checkpoint, and from there on through the rest of its epoch in another order."""
-        path = on_main(self.world, lambda: self.journal.last_checkpoint)
+        """Back to the last good checkpoint, and from there on through the rest of its epoch in another order."""
+        path = self.journal.checkpoint_before(self.guard.onset)
         if path is None:
             raise BevctlError(
                 f"Iteration {outcome.record.iter} was not finite, the budget is used up, and there is no checkpoint "
-                "yet to go back to.",
+                f"from before iteration {self.guard.onset} to go back to.",
                 "Set train.checkpoint_interval, or find the cause with `bevctl diagnose nan --replay`.",
                 ExitCode.NONFINITE,
             )

@@ -16,28 +16,32 @@ from torch import Tensor, multiprocessing
 from bevctl.batch import Batch
 from bevctl.console import Console
 from bevctl.engine import run as engine_run
+from bevctl.engine.checkpoint import read_checkpoint
 from bevctl.engine.dist import World, gather, on_main, process_group, world_from_environment
+from bevctl.engine.incident import find_incidents, read_batches, read_incident
 from bevctl.errors import BevctlError, ExitCode
 
 from .fakes import Bench, point_config
 
-OVERFLOW_AT, SIGNAL_AT = 3, 6
-REPEATED = 1
-"""Forward passes done again: the one after a step that was not finite."""
+NAN_AT, INFINITE_AT, SIGNAL_AT = 3, 5, 6
 CPU = torch.device("cpu")
 
 
 class _Trouble:
-    """Makes one loss infinite and sends one signal, by the number of the call."""
+    """By the number of the step: a NaN loss with finite gradients, an infinite one with infinite ones, a signal."""
 
     def __init__(self) -> None:
-        self.calls = 0
+        self.step = 0
+        self.tokens: list[str] = []
 
-    def __call__(self, _: Batch, loss: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls == SIGNAL_AT + REPEATED:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return loss * float("inf") if self.calls == OVERFLOW_AT else loss
+    def __call__(self, batch: Batch, loss: Tensor) -> Tensor:
+        if batch.tokens != self.tokens:  # the step after a bad one is computed again
+            self.step, self.tokens = self.step + 1, batch.tokens
+            if self.step == SIGNAL_AT:
+                os.kill(os.getpid(), signal.SIGTERM)
+        if self.step == NAN_AT:
+            return loss + float("nan")
+        return loss * float("inf") if self.step == INFINITE_AT else loss
 
 
 def _rank(rank: int, folder: Path, ports: list[int]) -> None:
@@ -86,12 +90,31 @@ def test_ranks_share_skips_stops_and_weights(tmp_path: Path) -> None:
         t for batch in ranks[1]["tokens"][:4] for t in batch
     }, "an epoch's samples are divided"
     records = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    assert [r["skipped_steps"] for r in records] == [0, 0, 1, 1, 1, 1, 1]
-    assert records[2]["loss"] is None, "the mean over ranks shows the other rank's overflow"
+    assert [r["skipped_steps"] for r in records] == [0, 0, 1, 1, 2, 2, 2]
+    assert [r["iter"] for r in records if r["loss"] is None] == [NAN_AT, INFINITE_AT]
+    assert records[NAN_AT - 1]["grad_norm"] is not None, "all ranks skip, though no gradient shows why"
     assert (tmp_path / "run" / f"iter_{SIGNAL_AT + 1}.pth").exists()
     assert "Stopped by a signal to another rank" in (tmp_path / "run" / "log.txt").read_text()
+    _check_incidents(tmp_path / "run", [r["tokens"][NAN_AT - 1] for r in ranks])
     assert [r["gathered"] for r in ranks] == [[0, 1]] * 2
     assert [r["refused"] for r in ranks] == [["rank 0 says no", ExitCode.RUN_FAILED]] * 2
+
+
+def _check_incidents(work_dir: Path, tokens: list[list[str]]) -> None:
+    """The bundles name the rank that was not finite and hold the batches of both."""
+    folders = find_incidents(work_dir)
+    assert [folder.name for folder in folders] == [str(NAN_AT), str(INFINITE_AT)]
+    incidents = [read_incident(folder) for folder in folders]
+    assert [(i.rank, i.world, i.kind) for i in incidents] == [(1, 2, "forward")] * 2
+    assert incidents[0].tokens == tokens
+    for rank in (0, 1):
+        (batch,) = read_batches(folders[0], rank) or []
+        assert batch.tokens == tokens[rank]
+    assert len(read_checkpoint(folders[0] / "state.pth").content["rng"]) == 2
+    events = [json.loads(line) for line in (work_dir / "events.jsonl").read_text().splitlines()]
+    (first, second) = [event for event in events if event["kind"] == "nonfinite"]
+    assert first["data"]["tokens"] == tokens[1]
+    assert "samples of rank 1" in second["message"]
 
 
 def test_the_world_comes_from_torchruns_variables() -> None:
