@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from bevctl.numerics.inputs import InputFault
 from bevctl.numerics.record import Culprit, OpRecord, Source, Verdict
+
+GRADIENT = "gradient of "
+_SOURCE_VERDICTS = {"data": "data", "weight": "weights", "unseen": "unknown"}
 
 
 @dataclass(frozen=True)
@@ -55,38 +60,45 @@ def _earlier_twin(cause: int, masks: Iterable[int], walk: _Walk) -> int:
 
 
 class _Walk:
-    """Follows non-finite inputs back to where they began."""
+    """Follows what is not finite from where it began."""
 
     def __init__(self, records: Sequence[OpRecord], sources: Sequence[Source]) -> None:
         self.records, self.sources = {record.index: record for record in records}, sources
-        self._known: dict[int, frozenset[int]] = {}
+        self._causes: dict[int, frozenset[int]] = {}
+        for record in records:
+            parents = record.bad_parents if record.status in ("inherits", "declared") else ()
+            reaching = frozenset[int]().union(*(self.causes(parent) for parent in parents))
+            self._causes[record.index] = reaching or frozenset([record.index])
 
     def causes(self, writer: int) -> frozenset[int]:
-        """Records and sources that made what `writer` gave non-finite; declared ones only if there is no other."""
-        if writer not in self._known:
-            found = self._search(writer)
-            undeclared = frozenset(cause for cause in found if not self._declared(cause))
-            self._known[writer] = undeclared or frozenset(found)
-        return self._known[writer]
+        """Records and sources because of which what `writer` gave is not finite; declared ones only among their own."""
+        found = self._causes.get(writer, frozenset([writer]))
+        undeclared = frozenset(cause for cause in found if not self._declared(cause))
+        return undeclared or found
 
     def undeclared_causes(self, record: OpRecord) -> list[int]:
         """Causes of the non-finite inputs of a record that nothing excuses."""
         found = {cause for parent in record.bad_parents for cause in self.causes(parent)}
         return sorted(cause for cause in found if not self._declared(cause))
 
-    def _search(self, writer: int) -> set[int]:
-        found, seen, open_ends = set(), {writer}, [writer]
+    def inheritors(self, cause: int) -> list[OpRecord]:
+        """Later records that are not finite because of `cause`."""
+        return [r for r in self.records.values() if r.status == "inherits" and cause in self._causes[r.index]]
+
+    def inputs_of(self, record: OpRecord) -> set[str]:
+        """Names of the data that the inputs of a record were computed from."""
+        names: set[str] = set()
+        seen, open_ends = set(record.parents), list(record.parents)
         while open_ends:
             current = open_ends.pop()
-            record = self.records.get(current)
-            parents = record.bad_parents if record is not None and record.status in ("inherits", "declared") else ()
-            if not parents:
-                found.add(current)
-            for parent in parents:
-                if parent not in seen:
-                    seen.add(parent)
-                    open_ends.append(parent)
-        return found
+            if current < 0:
+                source = self.sources[-1 - current]
+                names.update({source.name} if source.kind == "data" else ())
+                continue
+            fresh = [p for p in self.records[current].parents if p not in seen] if current in self.records else []
+            seen.update(fresh)
+            open_ends += fresh
+        return names
 
     def _declared(self, cause: int) -> bool:
         if cause < 0:
@@ -101,31 +113,47 @@ class _Walk:
 def _culprit(
     cause: int, walk: _Walk, reached: Sequence[str], mask: OpRecord | None, faults: Sequence[InputFault]
 ) -> Culprit:
-    source = walk.sources[-1 - cause] if cause < 0 else None
-    record = walk.records[cause] if source is None else _first_reader(cause, walk)
-    if source is not None:
-        kind = source.kind
-        verdict = Verdict("weights" if kind == "weight" else "data" if kind == "data" else "unknown", _said(source))
-        samples = source.samples or None
-    elif record.status == "origin":
-        kind, verdict, samples = "operation", record.verdict or Verdict("unknown", "was not done again"), None
+    if cause < 0:
+        source = walk.sources[-1 - cause]
+        record, kind, samples = _first_reader(cause, walk), source.kind, source.samples or None
+        verdict = Verdict(_SOURCE_VERDICTS[kind], _said(source))
     else:
-        kind, verdict, samples = "unseen", Verdict("unknown", "something that torch does not see wrote here"), None
+        source, record = None, walk.records[cause]
+        kind = "operation" if record.status == "origin" else "unseen"
+        verdict, samples = _judged_with_data(record, walk, faults)
+    loss_is_bad = any(not name.startswith(GRADIENT) for name in reached)
     return Culprit(
         kind=kind,
         record=record,
         verdict=verdict,
         reached=tuple(reached),
-        masked_by=mask,
+        masked_by=None if loss_is_bad else mask,
         source=source,
         samples=samples,
-        inherited=len(_inheriting(list(walk.records.values()), cause)),
+        inherited=len(walk.inheritors(cause)),
         faults=tuple(faults),
     )
 
 
+def _judged_with_data(
+    record: OpRecord, walk: _Walk, faults: Sequence[InputFault]
+) -> tuple[Verdict, tuple[int, ...] | None]:
+    """An operation's verdict and samples, where its inputs come from faulty data that of the data."""
+    own = record.verdict or Verdict("unknown", "memory changed without an operation that torch sees")
+    if record.phase == "backward":
+        return own, record.samples
+    names = walk.inputs_of(record)
+    guilty = [fault for fault in faults if fault.name in names]
+    if guilty:
+        samples = sorted({sample for fault in guilty for sample in fault.samples})
+        return dataclasses.replace(own, kind="data", what=f"{guilty[0].what}; {own.what}"), tuple(samples)
+    indices = {int(index) for name in names for index in re.findall(r"\[(\d+)\]", name)}
+    return own, tuple(indices) if record.samples is None and len(indices) == 1 else record.samples
+
+
 def _first_reader(cause: int, walk: _Walk) -> OpRecord:
-    return next(record for record in walk.records.values() if cause in record.parents)
+    """The first record that read something non-finite of a source."""
+    return next(record for record in walk.records.values() if cause in record.bad_parents)
 
 
 def _said(source: Source) -> str:
@@ -138,18 +166,11 @@ def _from_error(record: OpRecord, faults: Sequence[InputFault]) -> Culprit:
     return Culprit("operation", record, Verdict(kind, record.note), faults=tuple(faults))
 
 
-def inheritors_of(records: Sequence[OpRecord], culprit: Culprit) -> list[OpRecord]:
+def inheritors_of(records: Sequence[OpRecord], sources: Sequence[Source], culprit: Culprit) -> list[OpRecord]:
     """Records whose result is not finite because the culprit's was not."""
-    cause = culprit.record.index
-    if culprit.source is not None:
-        cause = next(p for p, e in zip(culprit.record.parents, culprit.record.inputs, strict=True) if e.bad and p < 0)
-    return _inheriting(records, cause)
-
-
-def _inheriting(records: Sequence[OpRecord], cause: int) -> list[OpRecord]:
-    tainted, found = {cause}, []
-    for record in records:
-        if record.status == "inherits" and not tainted.isdisjoint(record.bad_parents):
-            tainted.add(record.index)
-            found.append(record)
-    return found
+    cause = (
+        culprit.record.index
+        if culprit.source is None
+        else -1 - next(i for i, source in enumerate(sources) if source is culprit.source)
+    )
+    return _Walk(records, sources).inheritors(cause)

@@ -32,6 +32,32 @@ class InputFault:
     """One sentence with numbers."""
 
 
+@dataclass(frozen=True)
+class BatchLayout:
+    """How many rows of a tensor's first axis belong to a sample."""
+
+    size: int
+    """Samples."""
+    views: int = 1
+    """Images of a sample."""
+
+    @staticmethod
+    def of(batch: Any) -> BatchLayout | None:
+        """The layout of an object with a `size` and perhaps (B, N, …) `images`; None for anything else."""
+        size, images = getattr(batch, "size", None), getattr(batch, "images", None)
+        if not isinstance(size, int):
+            return None
+        return BatchLayout(size, images.shape[1] if isinstance(images, Tensor) and images.dim() > 3 else 1)
+
+    def samples(self, result: Tensor) -> tuple[int, ...] | None:
+        """Samples of which `result` holds something non-finite; None where its first axis is not made of samples."""
+        rows = result.shape[0] if result.dim() > 1 else 0
+        if rows == 0 or rows not in (self.size, self.size * self.views):
+            return None
+        bad = (~result.isfinite()).flatten(1).any(1).view(self.size, -1).any(1)
+        return tuple(bad.nonzero()[:, 0].tolist())
+
+
 def named_tensors(value: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
     """Every tensor inside dataclasses, mappings, lists and tuples, with a name such as batch.boxes[0]."""
     if isinstance(value, Tensor):

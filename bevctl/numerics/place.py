@@ -40,6 +40,7 @@ class Places:
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
+        self._owners = {id(p): name for name, m in model.named_modules() for p in m.parameters(recurse=False)}
         self._by_node: dict[int, Place] = {}
         self._sequence: list[int] = []
 
@@ -67,6 +68,9 @@ class Places:
 
     def _made(self, node: torch.autograd.graph.Node) -> Place:
         """Where the node's operation ran; the node of an in-place operation on a view follows that operation."""
+        if node.name().endswith("AccumulateGrad"):
+            owner = self._owners.get(id(getattr(node, "variable", None)))
+            return NOWHERE if owner is None else Place(owner, "", 0)
         number = node._sequence_nr()
         place = self._by_node.get(number)
         if place is None and number < 2**63:

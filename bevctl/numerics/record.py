@@ -52,8 +52,8 @@ class OpRecord:
     """Why it is declared, what it masks, or what it raised."""
     verdict: Verdict | None = None
     """Of an origin."""
-    rows: tuple[int, ...] = ()
-    """Of an origin: indices along the first axis of the output that hold something non-finite."""
+    samples: tuple[int, ...] | None = None
+    """Of an origin: positions in the batch that broke; None where the shape of the result does not tell."""
 
     @property
     def module(self) -> str:

@@ -13,9 +13,9 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from bevctl.numerics.classify import classify
-from bevctl.numerics.culprit import Outcome, find_culprit, inheritors_of
+from bevctl.numerics.culprit import GRADIENT, Outcome, find_culprit, inheritors_of
 from bevctl.numerics.extent import Extent, measure
-from bevctl.numerics.inputs import InputFault, input_faults, named_tensors
+from bevctl.numerics.inputs import BatchLayout, InputFault, input_faults, named_tensors
 from bevctl.numerics.ledger import Known, Ledger, address
 from bevctl.numerics.operation import Call, floating_tensors, traits_of, written_tensors
 from bevctl.numerics.place import Places
@@ -29,7 +29,6 @@ MAX_RECORDS = 200_000
 """Operations kept; a training step of the full model has some ten thousand."""
 MAX_ORIGINS = 64
 """Origins that are done again in a wider format."""
-MAX_ROWS = 64
 FOR_THE_LOG = "stats/"
 """Outputs of a model that are no loss."""
 
@@ -67,6 +66,7 @@ class Trace(TorchDispatchMode):
         self._recent = RecentCalls()
         self._ranges = RangeCounter() if ranges else None
         self._outcomes: list[Outcome] = []
+        self._layout = BatchLayout(0)
         self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> Trace:
@@ -100,7 +100,7 @@ class Trace(TorchDispatchMode):
 
     def inheritors(self, culprit: Culprit) -> list[OpRecord]:
         """Later operations whose result is not finite because the culprit's was not."""
-        return inheritors_of(self.records, culprit)
+        return inheritors_of(self.records, self.sources, culprit)
 
     def module_ranges(self) -> list[ModuleRange]:
         """Magnitudes by module, phase and format, if asked for with `ranges`; the closest to FP16's limit first."""
@@ -113,6 +113,7 @@ class Trace(TorchDispatchMode):
             for position, value in enumerate(values):
                 name = "batch" if len(values) == 1 else f"input[{position}]"
                 self.faults += input_faults(value, name)
+                self._layout = BatchLayout.of(value) or self._layout
                 for path, tensor in named_tensors(value, name):
                     for floating in floating_tensors(tensor):
                         self._ledger.add_input(path, floating.detach(), self._count)
@@ -127,7 +128,7 @@ class Trace(TorchDispatchMode):
         """Notes the gradients as the backward pass left them, before anything clips them."""
         if self._in_backward:
             self._in_backward = False
-            gradients = [(f"gradient of {name}", p.grad) for name, p in self._model.named_parameters()]
+            gradients = [(f"{GRADIENT}{name}", p.grad) for name, p in self._model.named_parameters()]
             self._add_outcomes([(name, gradient) for name, gradient in gradients if gradient is not None])
 
     def _add_outcomes(self, named: Sequence[tuple[str, Tensor]]) -> None:
@@ -206,8 +207,10 @@ class Trace(TorchDispatchMode):
             return record
         dtypes = {extent.dtype for extent in (*record.inputs, *record.outputs)}
         verdict = judge(call, record.parents, dtypes, self._recent)
-        broken = next(t for t, extent in zip(outputs, record.outputs, strict=True) if extent.bad)
-        return dataclasses.replace(record, verdict=verdict, rows=_bad_rows(broken))
+        samples = None
+        if record.phase != "backward":
+            samples = self._layout.samples(next(t for t, e in zip(outputs, record.outputs, strict=True) if e.bad))
+        return dataclasses.replace(record, verdict=verdict, samples=samples)
 
     def _keep(self, record: OpRecord) -> None:
         self._count += 1
@@ -217,14 +220,6 @@ class Trace(TorchDispatchMode):
 
 def _unmeasured(tensor: Tensor) -> Extent:
     return Extent(tensor.dtype, tuple(tensor.shape), 0.0, 0.0)
-
-
-def _bad_rows(tensor: Tensor) -> tuple[int, ...]:
-    """The first indices of the first axis where something is not finite; none for a scalar."""
-    if tensor.dim() == 0:
-        return ()
-    rows = (~tensor.isfinite()).flatten(1).any(1) if tensor.dim() > 1 else ~tensor.isfinite()
-    return tuple(rows.nonzero()[:MAX_ROWS, 0].tolist())
 
 
 def _uncompiled() -> contextlib.AbstractContextManager[Any]:
