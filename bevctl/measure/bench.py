@@ -20,10 +20,11 @@ import bevctl
 from bevctl.batch import Batch
 from bevctl.config.schema import Config
 from bevctl.engine.precision import MatmulCounter
+from bevctl.engine.step import TrainStep
 from bevctl.errors import BevctlError, ExitCode
 from bevctl.measure.bench_inputs import Inputs, make_inputs
 from bevctl.measure.part_clock import PartClock, now, seconds_between
-from bevctl.measure.timing import TrainingStep, build_step, fastest_algorithms, step_seconds
+from bevctl.measure.timing import build_step, fastest_algorithms, loss_of, step_seconds
 from bevctl.models.build import PARTS
 from bevctl.ops import backend
 
@@ -185,8 +186,8 @@ def _measure_step(
     config: Config, name: str, batches: list[Batch], device: torch.device, steps: int, flops: int, rate: float
 ) -> Result:
     step = build_step(config, "fp32" if name == "tf32" else name, device)
-    with _without_dropout(step.model):
-        loss = step.loss(batches[0].to(device)).item()
+    with _without_dropout(step.state.model):
+        loss = loss_of(step, batches[0]).item()
     on_gpu = device.type == "cuda"
     step_seconds(step, batches, len(batches) if on_gpu else 1)  # warm-up
     if on_gpu:
@@ -204,13 +205,14 @@ def _measure_step(
     )
 
 
-def _split(step: TrainingStep, batches: list[Batch], steps: int) -> Split:
-    present = dict(step.model.named_modules())
-    clock = PartClock(step.model, [part for part in PARTS if part in present], step.device)
+def _split(step: TrainStep, batches: list[Batch], steps: int) -> Split:
+    model = step.state.model
+    present = dict(model.named_modules())
+    clock = PartClock(model, [part for part in PARTS if part in present], step.device)
     with clock.attached():
-        for batch in itertools.islice(itertools.cycle(batches), max(2, steps // 2)):
+        for number, batch in enumerate(itertools.islice(itertools.cycle(batches), max(2, steps // 2))):
             with clock.step():
-                step(batch)
+                step.run([batch], number)
     measured = clock.seconds()
     medians = {name: statistics.median(times.get(name, 0.0) for times in measured) for name in measured[0]}
     forward, backward = (_below(f"{phase}/", medians) for phase in ("forward", "backward"))
@@ -246,7 +248,7 @@ def _forward_flops(config: Config, batch: Batch, device: torch.device) -> int:
     """Counted in plain torch operations, as the kernels of our own are invisible to the counter."""
     step = build_step(config, "fp32", device)
     with torch.no_grad(), backend.forced("torch"), MatmulCounter() as counter:
-        step.loss(batch.to(device))
+        loss_of(step, batch)
     return sum(counter.flops.values())
 
 
