@@ -16,12 +16,14 @@ from bevctl.diagnose.report import DiagnoseFinding, DiagnoseRequest, Diagnosis, 
 from bevctl.diagnose.signatures import Clues, suspects
 from bevctl.diagnose.source import Passage, scan_source
 from bevctl.diagnose.subject import Subject, from_alarm, read_subject
+from bevctl.engine.nonfinite import BENIGN
 from bevctl.errors import BevctlError
 from bevctl.finding import Evidence, Severity
 from bevctl.monitor.view import Alarm, View
 from bevctl.preflight.half_weights import find as find_half_calls
+from bevctl.runs.records import EventRecord
 
-NAMED, SAMPLES = "NAN115", "NAN116"
+NAMED, SAMPLES, NOTED = "NAN115", "NAN116", "NAN117"
 SYMPTOMS = {
     "NAN001": 0.4,
     "NAN002": 0.9,
@@ -73,18 +75,49 @@ def _symptoms(subject: Subject, onset: Onset | None, scan: Scan) -> Iterator[Dia
         added = [evidence for evidence in more if evidence.what not in told] if alarm.severity.rank else []
         yield from_alarm(alarm, SYMPTOMS[alarm.id], _remedies(subject, alarm, scan), added)
         more = [] if added else more
+    if all(alarm.severity is Severity.INFO for alarm in subject.alarms(*SYMPTOMS)):
+        yield from _noted(subject, more)
 
 
 def _onset_evidence(subject: Subject, onset: Onset | None) -> Iterator[Evidence]:
     view = subject.view
     if view is None or not len(view.history):
         return
+    yield from _recorded(view)
     if onset is not None:
         yield from onset.evidence(view)
         order = order_of_tasks(view)
         if order is not None:
             yield order
     yield from _last_good(view, onset.iter if onset is not None else math.inf)
+
+
+def _noted(subject: Subject, more: Sequence[Evidence]) -> Iterator[DiagnoseFinding]:
+    """Steps that the run itself calls failures, where the log alone could be a start-up."""
+    events = _failed_steps(subject.view) if subject.view is not None else []
+    if events:
+        yield DiagnoseFinding(
+            NOTED,
+            Severity.WARN,
+            0.6,
+            f"{len(events)} steps were not finite, and not for the loss scale's sake",
+            tuple(more),
+            "The run tells the search for a loss scale from failures, step by step; these are failures.",
+            (Remedy({}, "`--replay` on the incident that was kept, if one was: it names the operation"),),
+        )
+
+
+def _failed_steps(view: View) -> list[EventRecord]:
+    return [event for event in view.events("nonfinite") if event.data.get("class") not in BENIGN]
+
+
+def _recorded(view: View) -> Iterator[Evidence]:
+    """What a run of bevctl noted of its steps that were not finite."""
+    events = _failed_steps(view)
+    if events:
+        kinds = Counter(str(event.data.get("class")) for event in events)
+        yield Evidence("events.jsonl", "steps not finite: " + ", ".join(f"{kind} {n}" for kind, n in kinds.items()))
+        yield Evidence("events.jsonl", events[0].message)
 
 
 def _last_good(view: View, before: float) -> Iterator[Evidence]:
@@ -134,7 +167,7 @@ def _samples(subject: Subject) -> Iterator[DiagnoseFinding]:
     """Samples that were in several bad steps of a run of bevctl."""
     if subject.view is None:
         return
-    events = subject.view.events("skipped_step", "nonfinite")
+    events = [e for e in subject.view.events("skipped_step", "nonfinite") if e.data.get("class") not in BENIGN]
     steps = [tokens for event in events if isinstance(tokens := event.data.get("tokens"), list)]
     counts = Counter(str(token) for tokens in steps for token in set(map(str, tokens)))
     often = [(token, count) for token, count in counts.most_common(4) if count > 1 and count > len(steps) / 2]

@@ -61,13 +61,19 @@ def read_subject(request: DiagnoseRequest) -> Subject:
         raise BevctlError(
             "Nothing to look at.", "Name a run's folder or log, or give --checkpoint, --config, --source."
         )
-    folder = request.run if request.run is not None and request.run.is_dir() else None
-    checkpoints = _checkpoints(folder, request.checkpoint)
-    log = None if request.run is None else _read(request.run, may_lack=bool(checkpoints))
+    run = _run_of(request.run)
+    checkpoints = _checkpoints(run if run is not None and run.is_dir() else None, request.checkpoint)
+    log = None if run is None else _read(run, may_lack=bool(checkpoints))
     against = open_source(request.against).read() if request.against is not None else None
     report = report_on(log, Circumstances(now=time.time(), against=against)) if log is not None else None
     setting = setting_of(log, request.config)
     return Subject(report, setting, checkpoints, tuple(_looked_at(log, against, setting, request)))
+
+
+def _run_of(path: Path | None) -> Path | None:
+    """The run's folder where that of a recorded incident is named."""
+    is_incident = path is not None and (path / "incident.json").is_file()
+    return path.resolve().parents[1] if path is not None and is_incident else path
 
 
 def _read(path: Path, may_lack: bool) -> RunLog | None:

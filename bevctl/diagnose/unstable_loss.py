@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bevctl.diagnose.learning_rate import unscaled
+from bevctl.diagnose.learning_rate import TOO_HIGH, linear_rate, unscaled
 from bevctl.diagnose.report import DiagnoseFinding, DiagnoseRequest, Diagnosis, Remedy, Status, status_of
 from bevctl.diagnose.subject import Subject, from_alarm, read_subject
 from bevctl.engine.checkpoint_report import inspect_checkpoint
@@ -75,6 +75,10 @@ def _remedies(subject: Subject, alarm: Alarm) -> Sequence[Remedy]:
         return ()
     setting = subject.setting
     remedies = []
+    linear = linear_rate(setting)
+    if linear is not None and setting.lr is not None and setting.lr < TOO_HIGH * linear:
+        told = "the learning rate fits the batch: look at data and geometry too (augmentation matrices, calibration)"
+        remedies.append(Remedy({}, told))
     if setting.lr is not None:
         lower = float(f"{LOWER * setting.lr:.3g}")
         remedies.append(subject.remedy(f"a lower learning rate, {lower:g}", optim__lr=lower, optim__lr_scaling="none"))
@@ -83,7 +87,7 @@ def _remedies(subject: Subject, alarm: Alarm) -> Sequence[Remedy]:
         remedies.append(subject.remedy(f"a longer warm-up, {longer} iterations", optim__warmup=longer))
     remedies += _tighter_clip(subject)
     if alarm.id.startswith("SCALE") and setting.half:
-        remedies.append(subject.remedy("a fixed loss scale of 512", precision__loss_scale=512.0))
+        remedies.append(subject.remedy("a fixed loss scale of 512 (or 128)", precision__loss_scale=512.0))
     return remedies
 
 
