@@ -101,6 +101,8 @@ def train_line(window: list[StepRecord], inner: int, iters_per_epoch: int) -> st
     parts += [f"loss: {means['loss']:.4f}", f"grad_norm: {means['grad_norm']:.4f}"]
     if last.loss_scale is not None:
         parts.append(f"loss_scale: {last.loss_scale:.10g}")
+    if last.skipped_steps is not None:
+        parts.append(f"skipped_steps: {last.skipped_steps}")
     return f"Epoch [{last.epoch}][{inner}/{iters_per_epoch}]\t{', '.join(parts)}"
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import time
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from bevctl.engine import run as engine_run
 from bevctl.engine.checkpoint import read_checkpoint
 from bevctl.engine.incident import find_incidents
 from bevctl.errors import BevctlError, ExitCode
+from bevctl.monitor.report import Circumstances, report_on
+from bevctl.runs.source import open_source
 
 from .fakes import Bench, PointNet, point_config
 
@@ -114,6 +118,26 @@ def test_rewind_goes_on_from_the_last_checkpoint_in_another_order(tmp_path: Path
     assert seen[12:] == usual[8:], "the next epoch is as ever"
     assert [r["iter"] for r in _log(tmp_path / "run")] == [1, 2, 3, 4, 5, 6, *range(3, 17)]
     assert _log(tmp_path / "run")[-1]["skipped_steps"] == 3
+
+
+def test_a_rewound_run_is_read_as_one_that_was_resumed(tmp_path: Path, bench: Bench) -> None:
+    bench.sabotage = _Poisoned(tmp_path / "run", first=4)
+    bench.train(_rewinding(tmp_path / "run"))
+    log = open_source(tmp_path / "run").read()
+    assert [step.iter for step in log.steps] == list(range(1, 17))
+    assert [(segment.reason, segment.first_iter) for segment in log.segments] == [("start", 1), ("resume", 3)]
+    assert all(step.loss is not None and math.isfinite(step.loss) for step in log.steps), "the later records win"
+
+
+def test_the_monitor_names_the_bundle(tmp_path: Path, bench: Bench) -> None:
+    bench.sabotage = _infinite_with_sample_3
+    bench.train(point_config(tmp_path / "run", train={"epochs": 40}))
+    report = report_on(open_source(tmp_path / "run").read(), Circumstances(now=time.time()))
+    (alarm,) = [alarm for alarm in report.alarms if alarm.id.startswith("NAN")]
+    told = [item for item in alarm.evidence if "bevctl diagnose nan --replay" in item.what]
+    assert len(told) == 1
+    assert "sample-3" in told[0].what
+    assert told[0].where.startswith("events.jsonl:")
 
 
 def test_a_run_resumed_after_a_rewind_keeps_the_new_order(tmp_path: Path, bench: Bench) -> None:

@@ -11,7 +11,7 @@ from bevctl.runs.writer import RunWriter, read_run
 MMCV_LINE = re.compile(
     r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - bevctl - INFO - Epoch \[1\]\[2/5\]\tlr: 2\.000e-05, eta: 1:02:03, "
     r"time: 0\.600, data_time: 0\.020, memory: 9120, loss/object/loss_heatmap: 1\.5000, loss: 2\.5000, "
-    r"grad_norm: 4\.0000, loss_scale: 131072$"
+    r"grad_norm: 4\.0000, loss_scale: 131072, skipped_steps: 3$"
 )
 
 
@@ -42,12 +42,15 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def test_every_iteration_is_a_record_and_every_interval_an_mmcv_line(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path, log_interval=2)
-    due = [writer.step(_record(i), inner=i, iters_per_epoch=5) is not None for i in range(1, 6)]
+    skipped = {2: 3, 4: 3}
+    records = [_record(i, skipped_steps=skipped.get(i)) for i in range(1, 6)]
+    due = [writer.step(record, inner=i, iters_per_epoch=5) is not None for i, record in enumerate(records, start=1)]
     writer.close()
     assert due == [False, True, False, True, True], "the end of an epoch has a line too"
     text = (tmp_path / "log.txt").read_text().splitlines()
     assert MMCV_LINE.match(text[0]), text[0]
     assert "loss: 4.5000" in text[1]
+    assert "skipped_steps" not in text[2], "not measured"
     records = _lines(tmp_path / "log.jsonl")
     assert [r["iter"] for r in records] == [1, 2, 3, 4, 5]
     assert records[0]["losses"] == {"loss/object/loss_heatmap": 1.0}

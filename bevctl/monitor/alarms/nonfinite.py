@@ -51,7 +51,7 @@ def loss(view: View) -> Iterator[Trouble]:
         title = f"The loss was not finite in {int(bad.sum())} of {len(bad)} records" + _recovered(trailing)
     else:
         severity, title = Severity.INFO, "The loss was not finite in the first iterations only"
-    evidence = (*_which(view, names, first), *_before(view, first))
+    evidence = (*_which(view, names, first), *_before(view, first), *_kept(view))
     yield Trouble(severity, title, evidence, _loss_cause(names, severity), _loss_fix(severity), first)
 
 
@@ -100,6 +100,15 @@ def _before(view: View, first: float) -> Iterator[Evidence]:
         yield Evidence(
             saved[-1].where or view.where(saved[-1].iter or 0), f"last checkpoint before: {saved[-1].message}"
         )
+
+
+def _kept(view: View) -> Iterator[Evidence]:
+    """The first bundle that a run of bevctl kept of such a step since it last started."""
+    start = view.starts[-1] if view.starts else 0.0
+    for event in view.events("nonfinite"):
+        if event.data.get("incident") and (event.iter or 0) > start:
+            yield Evidence(event.where or view.where(event.iter or 0), event.message)
+            return
 
 
 def _loss_cause(names: list[str], severity: Severity) -> str:
@@ -226,6 +235,7 @@ def gradients(view: View) -> Iterator[Trouble]:
                 "grad_norm", f"share not finite: {found.early:.1%} in the first half, {found.late:.1%} in the second"
             ),
             Evidence("grad_norm", f"a dynamic loss scale explains up to {found.allowed:.0%} at this log interval"),
+            *_kept(view),
             *([Evidence("header", static)] if static else []),
         ),
         "The loss scale is fixed, so that an overflow repeats until the gradients shrink."
@@ -249,6 +259,7 @@ def masked(view: View) -> Iterator[Trouble]:
     same = _identical_layers(history)
     if same:
         evidence.append(Evidence(view.where(history.iters[-1]), same))
+    evidence += _kept(view)
     yield Trouble(
         Severity.FAIL,
         f"No step was taken since {view.where(first)}: gradients are never finite",

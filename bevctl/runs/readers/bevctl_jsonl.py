@@ -107,8 +107,8 @@ class BevctlLines(JsonLines):
         if is_moment(time):
             self._out.time = float(time)
         data = item["data"] if isinstance(item.get("data"), dict) else {}
-        if kind in ("start", "resume"):
-            self._out.begin(kind, message, where, **data)
+        if kind in ("start", "resume", "rewind"):
+            self._out.begin("start" if kind == "start" else "resume", message, where, **data)
             return True
         last = self._out.last
         iteration = item["iter"] if is_count(item.get("iter")) else last.iter if last else None
