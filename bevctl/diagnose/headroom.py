@@ -1,31 +1,35 @@
-"""Which parts of the model come closest to the limit of FP16, so that the next to break is known too."""
+"""Which parts of the model come closest to the limits of FP16, so that the next to break is known too."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from bevctl.diagnose.report import Table
 from bevctl.numerics.formats import FP16_MAX
-from bevctl.numerics.record import OpRecord
+from bevctl.numerics.ranges import ModuleRange
 
 _ROWS = 6
+_COLUMNS = ("module", "phase", "operation", "largest", "of_limit", "saturated", "underflow")
 
 
-def headroom(records: Sequence[OpRecord]) -> Table:
-    """The modules with the largest finite FP16 results of a traced step, forward and backward apart."""
-    largest: dict[tuple[str, str], tuple[float, OpRecord]] = {}
-    for record in (record for record in records if record.status == "fine"):
-        phase = "backward" if record.phase == "backward" else "forward"
-        reach = max((extent.largest for extent in record.outputs if extent.dtype is torch.float16), default=0.0)
-        key = (record.module, phase)
-        if reach > largest.get(key, (0.0, record))[0]:
-            largest[key] = (reach, record)
-    ranked = sorted(largest.items(), key=lambda item: -item[1][0])[:_ROWS]
+def headroom(ranges: Sequence[ModuleRange], title: str) -> Table:
+    """The modules with the largest finite FP16 results of a traced step.
+
+    `of_limit` is the largest over 65504, `saturated` the share of a result above 0.9 times that, `underflow` the share
+    of the module's non-zero results so small that FP16 loses bits of them.
+    """
+    halves = [entry for entry in ranges if entry.dtype == "float16"]
+    closest = sorted(halves, key=lambda entry: -entry.largest)[:_ROWS]
     rows = [
-        (module or "the model itself", phase, record.op, reach, f"{reach / FP16_MAX:.1%}")
-        for (module, phase), (reach, record) in ranked
+        (
+            entry.module or "the model itself",
+            entry.phase,
+            entry.largest_op,
+            entry.largest,
+            entry.largest / FP16_MAX,
+            entry.saturated,
+            entry.subnormal(),
+        )
+        for entry in closest
     ]
-    columns = ("module", "phase", "operation", "largest", "of_limit")
-    return Table("headroom", "Next to break: the largest FP16 results beside those; the limit is 65504", columns, rows)
+    return Table("headroom", title, _COLUMNS, rows)

@@ -31,8 +31,10 @@ def for_range(config: Config, precision: str, scopes: Sequence[str]) -> list[Lad
 
 
 def for_divergence(config: Config, iteration: int) -> list[Ladder]:
-    """The weights run away: the steps before the incident's must be taken otherwise."""
+    """The weights run away: the steps before the incident's, which is number `iteration`, must be taken otherwise."""
     optim = config.optim
+    if iteration < 2:
+        return []
     rates = [
         Idea(_rate(config, factor), f"{factor:g} times the learning rate, {optim.lr * factor:.3g}", from_earlier=True)
         for factor in _RATES

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from bevctl.diagnose.report import (
     Diagnosis,
     Remedy,
     Status,
+    Table,
     status_of,
 )
 from bevctl.diagnose.trials import Trials, gets_through
@@ -75,23 +77,33 @@ def _explained(bundle: Bundle, looked_at: list[str], say: Callable[[str], None])
     culprit = trace.first_bad()
     state = scan_checkpoints([bundle.folder / STATE_FILE], precision == "fp16", say)
     cause = cause_of(Scene(bundle, precision, culprit, state))
-    tables = [headroom(trace.records)] if precision == "fp16" else []
     if cause is None:
         looked_at.append("No single operation explains it: the replay under instruments was finite throughout.")
-        return Diagnosis(Status.INCONCLUSIVE, (), looked_at, tables, _facts(bundle))
+        return Diagnosis(Status.INCONCLUSIVE, (), looked_at, (), _facts(bundle))
     say("Trying remedies")
     finding = _with_remedies(bundle, cause, say)
     hidden = hidden_finding(culprit) if culprit is not None else None
     findings = [finding, *([hidden] if hidden else [])]
+    tables = _next_to_break(bundle, trace, finding) if precision == "fp16" else []
     return Diagnosis(status_of(findings), findings, looked_at, tables, _facts(bundle))
 
 
-def _traced(bundle: Bundle) -> tuple[Trace, str]:
+def _traced(bundle: Bundle, changes: Mapping[str, Any] | None = None) -> tuple[Trace, str]:
     """The step's forward and backward passes under instruments, and the precision they ran in."""
-    rehearsal = rehearse(bundle.before)
-    with Trace(rehearsal.state.model) as trace:
+    rehearsal = rehearse(bundle.before, changes)
+    with Trace(rehearsal.state.model, ranges=True) as trace:
         rehearsal.step.gradients(bundle.batches)
     return trace, rehearsal.precision.name
+
+
+def _next_to_break(bundle: Bundle, trace: Trace, finding: DiagnoseFinding) -> list[Table]:
+    """What comes closest to FP16's limit: with the first cure that stays in FP16, else before the break."""
+    cures = (remedy.set for remedy in finding.fix if remedy.verified and remedy.set)
+    cure = next((settings for settings in cures if "precision.dtype" not in settings), None)
+    if cure is not None and "data.skip_samples" not in cure:
+        ranges = _traced(bundle, cure)[0].module_ranges()
+        return [headroom(ranges, "Next to break, with the first remedy: largest FP16 results (limit 65504)")]
+    return [headroom(trace.module_ranges(), "Largest finite FP16 results of the step (limit 65504)")]
 
 
 def _way_back(bundle: Bundle, say: Callable[[str], None]) -> Remedy:
