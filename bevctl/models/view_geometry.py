@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from bevctl.batch import Calibration
 from bevctl.ops.depth_raster import nearest_depth
@@ -35,14 +36,12 @@ def frustum_rays(pixels: Tensor, calibration: Calibration) -> tuple[Tensor, Tens
         (B, N, h, w, 3) and (B, N, 3), float32.
     """
     c = calibration
-    unaugment = _inverse(c.image_aug[..., :2, :2])
-    source = _apply(_spread(unaugment), pixels.double() - _spread(c.image_aug[..., :2, 3].double()))
-
-    turn, shift = c.lidar_aug[:, None, :3, :3].double(), c.lidar_aug[:, None, :3, 3].double()
-    unproject = turn @ c.camera2lidar[..., :3, :3].double() @ _inverse(c.intrinsics[..., :3, :3])
-    rays = _apply(_spread(unproject[..., :2]), source) + _spread(unproject[..., 2])
-    origins = _apply(turn, c.camera2lidar[..., :3, 3].double()) + shift
-    return rays.float(), origins.float()
+    to_pixels = _augmented(c.intrinsics[..., :3, :3].double(), c.image_aug)
+    pose = c.lidar_aug[:, None].double() @ c.camera2lidar.double()
+    unproject = pose[..., :3, :3] @ torch.linalg.inv_ex(to_pixels).inverse
+    homogeneous = F.pad(pixels, (0, 1), value=1.0)
+    rays = (unproject[:, :, None, None] * homogeneous[..., None, :]).sum(dim=-1)
+    return rays.float(), pose[..., :3, 3].float()
 
 
 def rasterize_depth(points: list[Tensor], calibration: Calibration, image_size: tuple[int, int]) -> Tensor:
@@ -53,24 +52,12 @@ def rasterize_depth(points: list[Tensor], calibration: Calibration, image_size: 
         calibration: of the B samples.
         image_size: H, W of the network's image.
     """
-    c = calibration
-    linear = c.lidar2image[..., :3, :3].double() @ _inverse(c.lidar_aug[:, None, :3, :3])
-    offset = c.lidar2image[..., :3, 3].double() - _apply(linear, c.lidar_aug[:, None, :3, 3].double())
-    projection = torch.cat([linear, offset[..., None]], dim=-1).float()
-    image_aug = torch.cat([c.image_aug[..., :2, :2], c.image_aug[..., :2, 3:]], dim=-1)
-    return nearest_depth([cloud[:, :3].float() for cloud in points], projection, image_aug, image_size)
+    to_pixels = _augmented(calibration.lidar2image[..., :3, :].double(), calibration.image_aug)
+    unaugment = torch.linalg.inv_ex(calibration.lidar_aug[:, None].double()).inverse
+    return nearest_depth([cloud[:, :3].float() for cloud in points], (to_pixels @ unaugment).float(), image_size)
 
 
-def _inverse(matrix: Tensor) -> Tensor:
-    """Inverse in float64; not finite where there is none."""
-    return torch.linalg.inv_ex(matrix.double()).inverse
-
-
-def _apply(matrix: Tensor, vector: Tensor) -> Tensor:
-    """(..., m) product of (..., m, n) and (..., n)."""
-    return (matrix * vector[..., None, :]).sum(dim=-1)
-
-
-def _spread(of_camera: Tensor) -> Tensor:
-    """(B, N, ...) → (B, N, 1, 1, ...), to be combined with pixels."""
-    return of_camera[:, :, None, None]
+def _augmented(projection: Tensor, image_aug: Tensor) -> Tensor:
+    """(B, N, 3, k) float64 projection to network pixels, of one to source pixels; both homogeneous."""
+    augmentation = image_aug.double()
+    return augmentation[..., :3, :3] @ projection + augmentation[..., :3, 3:] * projection[..., 2:, :]

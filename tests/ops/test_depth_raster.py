@@ -16,26 +16,22 @@ from tests.ops.backends import BACKENDS, DEVICES, running
 SIZE = (6, 8)
 
 
-def cameras(seed: int, batch: int, count: int) -> tuple[Tensor, Tensor]:
-    """Random projections (B, N, 3, 4) and augmentations (B, N, 2, 3) whose images many points fall in."""
+def cameras(seed: int, batch: int, count: int) -> Tensor:
+    """Random projections (B, N, 3, 4) whose images many points fall in."""
     generator = torch.Generator().manual_seed(seed)
     projection = torch.randn(batch, count, 3, 4, generator=generator)
     projection[..., :2, 3] += 8
     projection[..., 2, 3] += 3
-    image_aug = torch.eye(2, 3).repeat(batch, count, 1, 1) + 0.3 * torch.randn(batch, count, 2, 3, generator=generator)
-    return projection, image_aug
+    return projection
 
 
-def loop(points: list[Tensor], projection: Tensor, image_aug: Tensor) -> Tensor:
+def loop(points: list[Tensor], projection: Tensor) -> Tensor:
     out = torch.zeros(*projection.shape[:2], *SIZE)
     for b, n in torch.cartesian_prod(torch.arange(len(points)), torch.arange(projection.shape[1])).tolist():
         for point in points[b][:, :3].double():
             u, v, depth = (projection[b, n].double() @ torch.cat([point, point.new_ones(1)])).tolist()
             depth = min(max(depth, 1e-5), 1e5)
-            place = image_aug[b, n].double() @ torch.tensor([u / depth, v / depth, 1.0], dtype=torch.float64)
-            if not place.isfinite().all():
-                continue
-            column, row = (math.floor(value) for value in place.tolist())
+            column, row = math.floor(u / depth), math.floor(v / depth)
             if 0 <= column < SIZE[1] and 0 <= row < SIZE[0] and not 0 < out[b, n, row, column] <= depth:
                 out[b, n, row, column] = depth
     return out
@@ -47,11 +43,11 @@ def loop(points: list[Tensor], projection: Tensor, image_aug: Tensor) -> Tensor:
 def test_equals_the_loop(name: str, seed: int, count: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     points = [torch.randn(size, 5, generator=generator) for size in (40, 0, 17)]
-    projection, image_aug = cameras(seed, 3, count)
+    projection = cameras(seed, 3, count)
     with running(name, "cpu"):
-        found = nearest_depth(points, projection, image_aug, SIZE)
+        found = nearest_depth(points, projection, SIZE)
     # A point on the border of two pixels may fall in either.
-    expected = loop(points, projection, image_aug)
+    expected = loop(points, projection)
     assert (~torch.isclose(found, expected, rtol=1e-4)).sum() <= 1
 
 
@@ -61,13 +57,13 @@ def test_equals_the_loop(name: str, seed: int, count: int) -> None:
 def test_both_backends_give_the_same_bits(device: str) -> None:
     cloud = torch.randn(300, 5, generator=torch.Generator().manual_seed(0))
     cloud[:3] = torch.tensor([math.nan, math.inf, 1e30])[:, None]
-    projection, image_aug = (tensor.to(device) for tensor in cameras(0, 2, 3))
+    projection = cameras(0, 2, 3).to(device)
     # Points as columns of something wider, and as the transpose of rows.
     points = [cloud.to(device)[:, 1:4], cloud.T.contiguous().to(device).T]
     results = []
     for name in BACKENDS:
         with running(name, device):
-            results.append(nearest_depth(points, projection, image_aug, SIZE))
+            results.append(nearest_depth(points, projection, SIZE))
     assert torch.equal(*results)
     assert (results[0] > 0).sum() > 100
 
@@ -76,11 +72,10 @@ def test_both_backends_give_the_same_bits(device: str) -> None:
 @pytest.mark.parametrize("name", BACKENDS)
 def test_by_hand(name: str, device: str) -> None:
     """Two points in the pixel (4, 3), one behind the camera, one beside the image."""
-    projection = torch.tensor([[[[2.0, 0, 3, 0], [0, 2, 1, 0], [0, 0, 1, 0]]]], device=device)
-    image_aug = torch.tensor([[[[1.0, 0, 1], [0, 1, 0.5]]]], device=device)
+    projection = torch.tensor([[[[2.0, 0, 4, 0], [0, 2, 1, 1], [0, 0, 1, 0]]]], device=device)
     points = torch.tensor([[0.0, 4, 4], [0.2, 2.1, 2], [0, 1, -1], [9, 1, 1]], device=device)
     with running(name, device):
-        image = nearest_depth([points], projection, image_aug, SIZE)
+        image = nearest_depth([points], projection, SIZE)
     expected = torch.zeros(1, 1, *SIZE)
     expected[0, 0, 3, 4] = 2.0
     assert torch.equal(image.cpu(), expected)
@@ -88,14 +83,14 @@ def test_by_hand(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_nothing_to_draw(name: str) -> None:
-    projection, image_aug = cameras(0, 1, 2)
+    projection = cameras(0, 1, 2)
     with running(name, "cpu"):
-        assert not nearest_depth([torch.empty(0, 3)], projection, image_aug, SIZE).any()
-        assert nearest_depth([], projection[:0], image_aug[:0], SIZE).shape == (0, 2, *SIZE)
-        assert nearest_depth([torch.ones(5, 3)], projection[:, :0], image_aug[:, :0], SIZE).shape == (1, 0, *SIZE)
+        assert not nearest_depth([torch.empty(0, 3)], projection, SIZE).any()
+        assert nearest_depth([], projection[:0], SIZE).shape == (0, 2, *SIZE)
+        assert nearest_depth([torch.ones(5, 3)], projection[:, :0], SIZE).shape == (1, 0, *SIZE)
 
 
 def test_wrong_shapes_are_named() -> None:
-    projection, image_aug = cameras(0, 2, 1)
+    projection = cameras(0, 2, 1)
     with pytest.raises(ValueError, match=r"for 1 clouds, got \(2, 1, 3, 4\)"):
-        nearest_depth([torch.ones(5, 3)], projection, image_aug, SIZE)
+        nearest_depth([torch.ones(5, 3)], projection, SIZE)

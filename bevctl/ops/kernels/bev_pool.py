@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_GATHER_POINTS = 16
+_GATHER_POINTS = 4
 """Points that a program of the forward pass adds at a time."""
-_GATHER_WARPS = 2
-_GRADIENT_ROWS = 4
+_GATHER_WARPS = 1
+_GRADIENT_ROWS = 8
 """Pixels of one image column that a program of the backward pass takes in turn: they mostly hit the same cells."""
-_GRADIENT_WARPS = 8
+_GRADIENT_WARPS = 2
 
 
 def cells(rays: Tensor, origins: Tensor, depths: Tensor, bounds: tuple[Tensor, Tensor, Tensor]) -> Tensor:

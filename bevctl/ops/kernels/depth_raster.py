@@ -12,7 +12,7 @@ from bevctl.ops import depth_raster
 _LEAST, _MOST = (tl.constexpr(limit) for limit in depth_raster.DEPTH_RANGE)
 
 
-def lower(points: Tensor, projection: Tensor, image_aug: Tensor, nearest: Tensor) -> None:
+def lower(points: Tensor, projection: Tensor, nearest: Tensor) -> None:
     """Lower each pixel of the (N, H, W) float32 `nearest`, in place, to the depth of the points that fall in it.
 
     Bit by bit as plain torch does it: nothing is contracted into a fused multiply-add.
@@ -20,14 +20,14 @@ def lower(points: Tensor, projection: Tensor, image_aug: Tensor, nearest: Tensor
     block = 256
     if nearest.numel() and len(points):
         _lower[(triton.cdiv(len(points), block), len(nearest))](
-            points, *points.stride(), projection.contiguous(), image_aug.contiguous(), nearest.view(torch.int32),
+            points, *points.stride(), projection.contiguous(), nearest.view(torch.int32),
             len(points), *nearest.shape[1:], block, enable_fp_fusion=False,
         )  # fmt: skip
 
 
 @triton.jit
 def _lower(
-    points, stride, step, projections, image_augs, nearest, count, height, width, BLOCK: tl.constexpr
+    points, stride, step, projections, nearest, count, height, width, BLOCK: tl.constexpr
 ):  # fmt: skip
     point = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     camera = tl.program_id(1)
@@ -37,12 +37,9 @@ def _lower(
     y = tl.load(row + step, mask, 0.0)
     z = tl.load(row + 2 * step, mask, 0.0)
     projection = projections + camera * 12
-    image_aug = image_augs + camera * 6
     depth = tl.clamp(_affine(projection + 8, x, y, z), _LEAST, _MOST)
-    source_u = tl.div_rn(_affine(projection, x, y, z), depth)
-    source_v = tl.div_rn(_affine(projection + 4, x, y, z), depth)
-    u = tl.floor(source_u * tl.load(image_aug) + source_v * tl.load(image_aug + 1) + tl.load(image_aug + 2))
-    v = tl.floor(source_u * tl.load(image_aug + 3) + source_v * tl.load(image_aug + 4) + tl.load(image_aug + 5))
+    u = tl.floor(tl.div_rn(_affine(projection, x, y, z), depth))
+    v = tl.floor(tl.div_rn(_affine(projection + 4, x, y, z), depth))
     # Compared as floats: NaN and huge values have no defined integer.
     inside = mask & (u >= 0) & (u < width) & (v >= 0) & (v < height)
     pixel = (camera * height + tl.where(inside, v, 0.0).to(tl.int32)) * width + tl.where(inside, u, 0.0).to(tl.int32)
