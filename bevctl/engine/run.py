@@ -20,7 +20,7 @@ from torch import nn
 import bevctl
 from bevctl.batch import Batch
 from bevctl.config.load import to_dict, to_yaml
-from bevctl.config.schema import Config, TrainConfig
+from bevctl.config.schema import Config
 from bevctl.console import Console
 from bevctl.data.loader import EpochSampler, Reshuffle, make_loader
 from bevctl.data.nuscenes import NuScenesDataset
@@ -47,6 +47,7 @@ from bevctl.errors import BevctlError, ExitCode
 from bevctl.evaluate.job import evaluate_split
 from bevctl.files import atomic_write_text
 from bevctl.models.build import build_model, static_parts
+from bevctl.ops.site_norm import share_statistics
 from bevctl.runs.writer import RunWriter, read_run
 
 _STATUS = {ExitCode.OK: "finished", ExitCode.PREEMPTED: "preempted", ExitCode.NONFINITE: "nonfinite"}
@@ -147,7 +148,7 @@ def build_state(
     torch.manual_seed(config.seed)
     model = build_model(config)
     if config.train.sync_bn and world.size > 1 and device.type == "cuda":
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        share_statistics(model)
     kept = keep_fp32(model, config.precision.fp32_modules, device.type)
     model.to(device)
     torch.manual_seed(config.seed + 1000 * world.rank)
@@ -268,8 +269,8 @@ def _train(
             world=world,
             loader_for=parts.loader,
             recorder=Recorder(world, parts.device, _global_batch(parts), plan.stop_at, resumed.skipped_steps),
-            classifier=_classifier(parts, resumed),
-            guard=NonfiniteGuard(_policy(config.train), parts.state.scaler.dynamic),
+            classifier=Classifier.of(parts.state, fresh=not resumed.exact),
+            guard=NonfiniteGuard(Policy.of(config.train), parts.state.scaler.dynamic),
             journal=journal,
             stop=stop,
             iteration=resumed.iteration,
@@ -323,15 +324,6 @@ def _keeper(parts: Parts, work_dir: Path, meta: Mapping[str, Any]) -> IncidentKe
     train = parts.config.train
     shelf = IncidentShelf(work_dir, parts.world, train.incidents, train.incident_gb, to_yaml(parts.config))
     return IncidentKeeper(shelf, parts.world, parts.state, parts.precision, meta)
-
-
-def _classifier(parts: Parts, resumed: Resumed) -> Classifier:
-    scaler = parts.state.scaler
-    return Classifier(parts.state.half, scaler.dynamic, scaler.backoff_factor, fresh=not resumed.exact)
-
-
-def _policy(train: TrainConfig) -> Policy:
-    return Policy(train.on_nonfinite, train.nonfinite_in_a_row, train.nonfinite_per_thousand, train.rewinds)
 
 
 def _global_batch(parts: Parts) -> int:

@@ -39,6 +39,7 @@ class SiteNorm(nn.BatchNorm1d):
         shared = self.synchronized and self.training and distributed.is_initialized()
         if not shared and passes(features) is site_norm_torch:
             return self._plain(features, shortcut, relu)
+        features = features.contiguous()
         statistics = self._statistics(features.detach(), shared)
         out: Tensor = _Normalise.apply(features, shortcut, self.weight, self.bias, statistics, relu, shared)
         return out
@@ -115,7 +116,6 @@ class _Normalise(torch.autograd.Function):
         relu: bool,
         shared: bool,
     ) -> Tensor:
-        features = features.contiguous()
         shortcut = None if shortcut is None else shortcut.contiguous()
         out: Tensor = passes(features).apply(features, statistics, weight, bias, shortcut, relu)
         ctx.save_for_backward(features, out if relu else features, weight, statistics)

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bevctl.ops.transfer import to_device
+
 Triple = tuple[int, int, int]
 _BLOCK = 256
 
@@ -106,6 +108,7 @@ def voxelize(
     kind = torch.int32 if len(sizes) * cells < 2**31 - 1 else torch.int64
     outside = torch.iinfo(kind).max
     bounds = [sum(sizes[:sample]) for sample in range(len(sizes))]
+    firsts = to_device(torch.tensor(bounds, dtype=torch.int32), points.device)
     keys = torch.empty(total, dtype=kind, device=points.device)
     for sample, (first, count) in enumerate(zip(bounds, sizes, strict=True)):
         if count:
@@ -127,7 +130,7 @@ def voxelize(
     _open_kernel[_grid(total)](keys, order, flags, total, OUTSIDE=outside, BLOCK=_BLOCK)
     opened = flags.cumsum(0, dtype=torch.int32)
     _keep_kernel[_grid(total)](
-        keys, order, opened, _on_device(bounds, points), flags, total, cells, max_voxels, OUTSIDE=outside, BLOCK=_BLOCK
+        keys, order, opened, firsts, flags, total, cells, max_voxels, OUTSIDE=outside, BLOCK=_BLOCK
     )
     ends = flags.cumsum(0, dtype=torch.int32)
     limit = min(total, len(sizes) * max_voxels)
@@ -139,12 +142,6 @@ def voxelize(
         COLUMNS=columns, WIDTH=triton.next_power_of_2(columns), OUTSIDE=outside, BLOCK=_BLOCK,
     )  # fmt: skip
     return features, coords, counts
-
-
-def _on_device(values: list[int], like: Tensor) -> Tensor:
-    """int32 numbers on the device of `like`, from pinned memory so that the host does not wait."""
-    host = torch.tensor(values, dtype=torch.int32, pin_memory=like.is_cuda)
-    return host.to(like.device, non_blocking=True)
 
 
 def _grid(elements: int) -> tuple[int]:
