@@ -35,6 +35,7 @@ SYMPTOMS = {
     "SCALE003": 0.4,
 }
 """Alarms that tell of numbers that are not finite → how sure the cause is that they give."""
+LAST_RECORD = "last record"
 
 
 def diagnose(request: DiagnoseRequest) -> Diagnosis:
@@ -71,12 +72,19 @@ def _symptoms(subject: Subject, onset: Onset | None, scan: Scan) -> Iterator[Dia
     """The log's alarms, with what the onset adds to the first of them."""
     more = list(_onset_evidence(subject, onset))
     for alarm in subject.alarms(*SYMPTOMS):
-        told = {evidence.what for evidence in alarm.evidence}
-        added = [evidence for evidence in more if evidence.what not in told] if alarm.severity.rank else []
+        added = [item for item in more if not _is_told(item, alarm.evidence)] if alarm.severity.rank else []
         yield from_alarm(alarm, SYMPTOMS[alarm.id], _remedies(subject, alarm, scan), added)
         more = [] if added else more
     if all(alarm.severity is Severity.INFO for alarm in subject.alarms(*SYMPTOMS)):
         yield from _noted(subject, more)
+
+
+def _is_told(evidence: Evidence, told: Sequence[Evidence]) -> bool:
+    """Whether the alarm says the same; of the same record it may name fewer numbers."""
+    return evidence.what in [item.what for item in told] or (
+        evidence.what.startswith(LAST_RECORD)
+        and any(item.where == evidence.where and item.what.startswith(LAST_RECORD) for item in told)
+    )
 
 
 def _onset_evidence(subject: Subject, onset: Onset | None) -> Iterator[Evidence]:
@@ -128,7 +136,7 @@ def _last_good(view: View, before: float) -> Iterator[Evidence]:
         row = int(np.flatnonzero(good)[-1])
         values = {name: history.column(name)[row] for name in ("loss", "grad_norm", "lr", "loss_scale")}
         shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items() if np.isfinite(value))
-        yield Evidence(view.where(history.iters[row]), f"last record in which all is finite: {shown}")
+        yield Evidence(view.where(history.iters[row]), f"{LAST_RECORD} in which all is finite: {shown}")
     saved = [event for event in view.events("checkpoint") if event.iter is not None and event.iter < before]
     if saved:
         where = saved[-1].where or view.where(saved[-1].iter or 0)
@@ -139,12 +147,12 @@ def _remedies(subject: Subject, alarm: Alarm, scan: Scan) -> list[Remedy]:
     if alarm.severity is Severity.INFO:
         return []
     remedies = []
-    if alarm.id == "NAN005":
+    if scan.last_clean is not None:
+        remedies.append(Remedy({}, f"continue from {scan.last_clean}, the last clean checkpoint"))
+    if alarm.id == "NAN005" and subject.setting.own:
         remedies.append(subject.remedy("the first epoch in FP32, then FP16", precision__dtype="fp32"))
     if subject.setting.half:
         remedies.append(subject.remedy("BF16, which has FP32's range and needs no loss scale", precision__dtype="bf16"))
-    if scan.last_clean is not None:
-        remedies.append(Remedy({}, f"continue from {scan.last_clean}, the last clean checkpoint"))
     return remedies
 
 
@@ -205,5 +213,5 @@ def _not_told(subject: Subject, in_trouble: bool, causes: Sequence[DiagnoseFindi
     history = subject.view.history if subject.view is not None else None
     if history is not None and len(history) and "grad_norm" not in history:
         yield "The log has no gradient norms: NaN that only gradients have would not show."
-    if in_trouble and not any(finding.confidence >= 0.5 for finding in causes):
+    if history is not None and in_trouble and not any(finding.confidence >= 0.5 for finding in causes):
         yield "The files name no cause with certainty: only running the step again under instruments does."

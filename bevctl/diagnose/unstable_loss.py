@@ -74,6 +74,8 @@ def _remedies(subject: Subject, alarm: Alarm) -> Sequence[Remedy]:
     if alarm.id == "LR001":
         return ()
     setting = subject.setting
+    if isinstance(setting.loss_scale, int | float) and alarm.id == "NAN003":
+        return (subject.remedy("a dynamic loss scale", precision__loss_scale="dynamic"),)
     remedies = []
     linear = linear_rate(setting)
     if linear is not None and setting.lr is not None and setting.lr < TOO_HIGH * linear:

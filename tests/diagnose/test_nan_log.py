@@ -40,7 +40,7 @@ def test_the_assigner_dies_late_of_nan_in_the_heads_outputs(tmp_path: Path, chan
     assert "late sign of NaN in the outputs of the head" in finding.cause
     told = "\n".join(evidence(item) for item in answer.findings)
     last = 150 if changes else 250
-    assert f"iteration {last} (epoch 1): last record in which all is finite" in told
+    assert f"iteration {last} (epoch 1): last record " in told
     assert "lr 2e-05" in told
     assert any("first epoch in FP32" in remedy.why for remedy in finding.fix)
     if changes:
@@ -75,6 +75,7 @@ def test_of_two_tasks_the_one_that_went_first_is_named_with_the_checkpoint_befor
     told = evidence(the(answer, "NAN001"))
     assert "not finite first: map at iteration 2100, then object at iteration 2150" in told
     assert "last checkpoint before: Saving checkpoint at 5 epochs" in told
+    assert "heatmap" not in the(answer, "NAN001").cause
     assert "it never recovers" in told
     assert "late, after 41 records" in told
 

@@ -52,7 +52,8 @@ def loss(view: View) -> Iterator[Trouble]:
     else:
         severity, title = Severity.INFO, "The loss was not finite in the first iterations only"
     evidence = (*_which(view, names, first), *_before(view, first), *_kept(view))
-    yield Trouble(severity, title, evidence, _loss_cause(names, severity), _loss_fix(severity), first)
+    cause = _loss_cause(_bad_parts(history, first), severity)
+    yield Trouble(severity, title, evidence, cause, _loss_fix(severity), first)
 
 
 def _trailing(bad: Mask) -> int:
@@ -69,7 +70,7 @@ def _which(view: View, names: list[str], first: float) -> Iterator[Evidence]:
     history = view.history
     row = int(np.flatnonzero(history.iters == first)[0])
     parts = [name for name in history.losses if history.logged[name][row]]
-    bad = [name for name in parts if history.nonfinite(name)[row]]
+    bad = _bad_parts(history, first)
     if parts:
         kind = f"{len(bad)} of {len(parts)} loss parts not finite" + (f": {_some(bad)}" if bad else "")
         fine = [name for name in parts if name not in bad]
@@ -80,6 +81,12 @@ def _which(view: View, names: list[str], first: float) -> Iterator[Evidence]:
     early = [name for name, start in starts.items() if start == min(starts.values())]
     if len(set(starts.values())) > 1:
         yield Evidence(view.where(min(starts.values())), f"the first to be not finite: {_some(early)}")
+
+
+def _bad_parts(history: History, iteration: float) -> list[str]:
+    """Parts of the loss that are not finite in one record."""
+    row = int(np.flatnonzero(history.iters == iteration)[0])
+    return [name for name in history.losses if history.nonfinite(name)[row]]
 
 
 def _some(names: list[str], most: int = 4) -> str:
@@ -111,10 +118,10 @@ def _kept(view: View) -> Iterator[Evidence]:
             return
 
 
-def _loss_cause(names: list[str], severity: Severity) -> str:
+def _loss_cause(bad: list[str], severity: Severity) -> str:
     if severity is Severity.INFO:
         return "Large values before the loss scale is found."
-    if any("heatmap" in name for name in names):
+    if bad and all("heatmap" in name for name in bad):
         return (
             "A heatmap loss takes the logarithm of 1 - p, which is 0 in half precision once p rounds to 1; "
             "or its input is NaN already."
