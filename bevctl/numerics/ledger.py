@@ -31,6 +31,8 @@ class _Memory:
 
     writer: int
     declared: str = ""
+    bad: bool = False
+    """Whether the writer left something non-finite."""
     measured: dict[tuple[Any, ...], tuple[int, Extent]] = field(default_factory=dict)
     """By layout: the tensor's version counter when it was measured, and what was found."""
 
@@ -65,9 +67,11 @@ class Ledger:
         """
         place = address(tensor)
         before = self._memory.get(place)
-        if into and before is not None and not extent.bad and _is_part(tensor):
-            return  # the rest of it may still be what it was
-        memory = self._memory[place] = _Memory(index, declared)
+        if into and before is not None and _is_part(tensor):  # the rest of it may still be what it was
+            if before.bad and not extent.bad:
+                return
+            declared = declared or before.declared
+        memory = self._memory[place] = _Memory(index, declared, extent.bad)
         if keep and not into:
             memory.measured[_layout(tensor)] = (tensor._version, extent)
 
@@ -80,7 +84,7 @@ class Ledger:
             source.samples = bad_samples(name, fault)
             source.declared = "" if fault.any() else allowed_reason(name, expected())
         self.sources.append(source)
-        self._memory[address(tensor)] = _Memory(-len(self.sources), source.declared)
+        self._memory[address(tensor)] = _Memory(-len(self.sources), source.declared, extent.bad)
 
     def writer(self, tensor: Tensor) -> int | None:
         """Who wrote the tensor last; None if it was not seen."""

@@ -23,7 +23,7 @@ class ModuleRange:
 
     module: str
     phase: str
-    """forward (recomputed or not) or backward."""
+    """backward: numbers that grow with the loss scale; forward: all others."""
     dtype: str
     """float16, bfloat16, float32."""
     largest: float
@@ -76,7 +76,7 @@ class RangeCounter:
         """Counts what an operation inside or behind the model made."""
         if record.phase == "outside":
             return
-        phase = "backward" if record.phase == "backward" else "forward"
+        phase = "backward" if record.is_gradient else "forward"
         for tensor, extent in zip(outputs, record.outputs, strict=True):
             if tensor.numel() == 0:
                 continue

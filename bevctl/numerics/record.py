@@ -46,6 +46,8 @@ class OpRecord:
     outputs: tuple[Extent, ...] = ()
     parents: tuple[int, ...] = ()
     """Where each input came from: index of a record, or −1 − index of a source."""
+    is_gradient: bool = False
+    """Whether its numbers grow with the loss scale: what a backward pass makes of activations alone does not."""
     status: str = "fine"
     """fine; origin (finite inputs, non-finite output); inherits; declared (legitimately non-finite); masks; raised."""
     note: str = ""

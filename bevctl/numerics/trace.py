@@ -18,8 +18,8 @@ from bevctl.numerics.extent import Extent, measure
 from bevctl.numerics.inputs import BatchLayout, InputFault, input_faults, named_tensors
 from bevctl.numerics.ledger import Known, Ledger, address
 from bevctl.numerics.operation import Call, floating_tensors, traits_of, written_tensors
-from bevctl.numerics.place import Places
-from bevctl.numerics.ranges import ModuleRange, RangeCounter
+from bevctl.numerics.place import Place, Places
+from bevctl.numerics.ranges import RangeCounter
 from bevctl.numerics.recent import RecentCalls
 from bevctl.numerics.record import Culprit, OpRecord, Source
 from bevctl.numerics.verdict import judge
@@ -47,10 +47,10 @@ class Trace(TorchDispatchMode):
 
     Args:
         model: what the names of modules refer to; inside a DDP wrapper, not the wrapper.
-        ranges: also count saturated and underflowing numbers for each module.
+        ranges: collects, for each module, how large and how small the numbers are.
     """
 
-    def __init__(self, model: nn.Module, ranges: bool = False) -> None:
+    def __init__(self, model: nn.Module, ranges: RangeCounter | None = None) -> None:
         super().__init__()
         self.records: list[OpRecord] = []
         self.faults: list[InputFault] = []
@@ -60,11 +60,12 @@ class Trace(TorchDispatchMode):
         self._origins = 0
         self._depth = 0
         self._in_backward = False
+        self._gradients: set[int] = set()
         self._places = Places(model)
         weights = [*model.named_parameters(), *model.named_buffers()]
         self._ledger = Ledger({address(tensor): name for name, tensor in weights})
         self._recent = RecentCalls()
-        self._ranges = RangeCounter() if ranges else None
+        self._ranges = ranges
         self._outcomes: list[Outcome] = []
         self._layout = BatchLayout(0)
         self._exits = contextlib.ExitStack()
@@ -101,10 +102,6 @@ class Trace(TorchDispatchMode):
     def inheritors(self, culprit: Culprit) -> list[OpRecord]:
         """Later operations whose result is not finite because the culprit's was not."""
         return inheritors_of(self.records, self.sources, culprit)
-
-    def module_ranges(self) -> list[ModuleRange]:
-        """Magnitudes by module, phase and format, if asked for with `ranges`; the closest to FP16's limit first."""
-        return self._ranges.ranges() if self._ranges is not None else []
 
     def _enter_model(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth += 1
@@ -172,6 +169,10 @@ class Trace(TorchDispatchMode):
             place, again = self._places.of_backward(node)
             phase = "recompute" if again else "backward"
             self._in_backward = True
+        parents = tuple(k.writer for k in known)
+        is_gradient = phase == "backward" and not self._gradients.isdisjoint(parents)
+        if is_gradient or _seeds_backward(call, place):
+            self._gradients.add(self._count)
         return OpRecord(
             index=self._count,
             phase=phase,
@@ -179,7 +180,8 @@ class Trace(TorchDispatchMode):
             node="" if node is None else node.name(),
             place=place,
             inputs=tuple(k.extent for k in known),
-            parents=tuple(k.writer for k in known),
+            parents=parents,
+            is_gradient=is_gradient,
         )
 
     def _finish(self, record: OpRecord, call: Call, known: Sequence[Known], outputs: list[Tensor]) -> None:
@@ -216,6 +218,11 @@ class Trace(TorchDispatchMode):
         self._count += 1
         if len(self.records) < MAX_RECORDS:
             self.records.append(record)
+
+
+def _seeds_backward(call: Call, place: Place) -> bool:
+    """Whether an operation makes the gradient of the loss by itself, which torch does with no code of ours around."""
+    return call.traits.name.startswith("aten.ones_like") and not place.file
 
 
 def _unmeasured(tensor: Tensor) -> Extent:

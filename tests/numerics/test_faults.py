@@ -15,9 +15,9 @@ from tests.numerics.faults import FAULTS, HALF, SINGLE, Fault
 named = pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 
 
-def traced_step(model: nn.Module, batch: Batch, dtype: torch.dtype, ranges: bool = False) -> Trace:
+def traced_step(model: nn.Module, batch: Batch, dtype: torch.dtype) -> Trace:
     device = next(model.parameters()).device.type
-    with Trace(model, ranges) as trace:
+    with Trace(model) as trace:
         with torch.autocast(device, dtype=HALF, enabled=dtype is HALF):
             losses = model(batch)
         sum(value for name, value in losses.items() if name.startswith("loss/")).backward()
