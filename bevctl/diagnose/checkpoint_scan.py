@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from bevctl.diagnose.report import DiagnoseFinding, Remedy
-from bevctl.engine.checkpoint_report import FINITE, SCALER, CheckpointReport, inspect_checkpoint, tensors_of
+from bevctl.engine.checkpoint_report import FINITE, SCALER, CheckpointReport, floating_tensors, inspect_checkpoint
 from bevctl.finding import Evidence, Severity
 
 LARGEST_FP16 = 65504.0
@@ -101,7 +100,9 @@ def _kind_of(key: str) -> str:
 
 def _impossible(report: CheckpointReport) -> Iterator[DiagnoseFinding]:
     """Variances below zero: finite in the file, NaN at their first use."""
-    negative = [key for key, tensor in _entries(report) if _is_variance(key) and bool((tensor < 0).any())]
+    assert report.checkpoint is not None
+    tensors = floating_tensors(report.checkpoint)
+    negative = [key for key, tensor in tensors if _is_variance(key) and bool((tensor.real < 0).any())]
     if negative:
         yield DiagnoseFinding(
             POISONED,
@@ -122,9 +123,10 @@ def _beyond_half(report: CheckpointReport) -> Iterator[DiagnoseFinding]:
     """Weights that become infinite when they are cast to FP16."""
     assert report.checkpoint is not None
     large = {}
-    for key, tensor in report.checkpoint.state_dict.items():
-        if tensor.is_floating_point() and tensor.numel() and not key.endswith(("running_mean", "running_var")):
-            largest = float(torch.nan_to_num(tensor.float(), 0.0, 0.0, 0.0).abs().max())
+    for key, tensor in floating_tensors(report.checkpoint):
+        if _kind_of(key) == "weights" and tensor.numel():
+            sizes = tensor.abs()
+            largest = float(torch.where(sizes.isfinite(), sizes, 0.0).max())
             if largest > LARGEST_FP16:
                 large[key] = largest
     if large:
@@ -137,11 +139,3 @@ def _beyond_half(report: CheckpointReport) -> Iterator[DiagnoseFinding]:
             "They are infinite once they are cast to FP16: the training diverged before.",
             (Remedy({"precision.dtype": "bf16"}, "BF16 or FP32 holds them; better go back to before they grew"),),
         )
-
-
-def _entries(report: CheckpointReport) -> Iterator[tuple[str, Tensor]]:
-    """Every floating-point tensor of the weights and the optimizer."""
-    assert report.checkpoint is not None
-    content = report.checkpoint.content
-    yield from ((str(key), tensor) for key, tensor in report.checkpoint.state_dict.items())
-    yield from tensors_of(content.get("optimizer"), "optimizer")

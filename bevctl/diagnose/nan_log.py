@@ -116,7 +116,7 @@ def _noted(subject: Subject, more: Sequence[Evidence]) -> Iterator[DiagnoseFindi
 
 
 def _failed_steps(view: View) -> list[EventRecord]:
-    return [event for event in view.events("nonfinite") if event.data.get("class") not in BENIGN]
+    return [event for event in view.events("nonfinite") if str(event.data.get("class")) not in BENIGN]
 
 
 def _recorded(view: View) -> Iterator[Evidence]:
@@ -175,7 +175,7 @@ def _samples(subject: Subject) -> Iterator[DiagnoseFinding]:
     """Samples that were in several bad steps of a run of bevctl."""
     if subject.view is None:
         return
-    events = [e for e in subject.view.events("skipped_step", "nonfinite") if e.data.get("class") not in BENIGN]
+    events = [*subject.view.events("skipped_step"), *_failed_steps(subject.view)]
     steps = [tokens for event in events if isinstance(tokens := event.data.get("tokens"), list)]
     counts = Counter(str(token) for tokens in steps for token in set(map(str, tokens)))
     often = [(token, count) for token, count in counts.most_common(4) if count > 1 and count > len(steps) / 2]

@@ -10,7 +10,7 @@ import numpy as np
 from bevctl.diagnose.learning_rate import TOO_HIGH, linear_rate, unscaled
 from bevctl.diagnose.report import DiagnoseFinding, DiagnoseRequest, Diagnosis, Remedy, Status, status_of
 from bevctl.diagnose.subject import Subject, from_alarm, read_subject
-from bevctl.engine.checkpoint_report import inspect_checkpoint
+from bevctl.engine.checkpoint_report import floating_tensors, inspect_checkpoint
 from bevctl.finding import Evidence, Severity
 from bevctl.monitor.alarms.loss import AFTER, BEFORE
 from bevctl.monitor.alarms.nonfinite import GROWTH_INTERVAL
@@ -166,10 +166,13 @@ def _weights(checkpoints: Sequence[Path], request: DiagnoseRequest) -> Iterator[
 def _norms(path: Path) -> dict[str, float]:
     """L2 norm of each weight; statistics left out. Empty where the file cannot be read."""
     checkpoint = inspect_checkpoint(path).checkpoint
+    if checkpoint is None:
+        return {}
+    weights = checkpoint.state_dict.keys()
     return {
-        key: float(tensor.float().norm())
-        for key, tensor in (checkpoint.state_dict.items() if checkpoint is not None else ())
-        if tensor.is_floating_point() and not key.endswith(("running_mean", "running_var"))
+        key: float(tensor.double().norm())
+        for key, tensor in floating_tensors(checkpoint)
+        if key in weights and not key.endswith(("running_mean", "running_var")) and not tensor.is_complex()
     }
 
 

@@ -208,19 +208,24 @@ def _objection_to_plain_loading(path: Path) -> Iterator[Finding]:
 
 
 def _nonfinite(checkpoint: Checkpoint) -> Iterator[NonFinite]:
+    for key, tensor in floating_tensors(checkpoint):
+        count = int((~torch.isfinite(tensor)).sum())
+        if count:
+            yield NonFinite(key, count)
+
+
+def floating_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    """Every dense floating-point or complex tensor by name: weights, `optimizer.…`, `ema.…`; 8-bit ones as FP32."""
     tensors: list[tuple[str, Any]] = list(checkpoint.state_dict.items())
     for name in ("optimizer", "ema", "ema_state_dict"):
-        tensors.extend(tensors_of(checkpoint.content.get(name), name))
+        tensors.extend(_tensors_of(checkpoint.content.get(name), name))
     for key, tensor in tensors:
         is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
         if is_dense and (tensor.is_floating_point() or tensor.is_complex()):
-            values = tensor if tensor.element_size() > 1 else tensor.float()  # isfinite lacks the 8-bit types
-            count = int((~torch.isfinite(values)).sum())
-            if count:
-                yield NonFinite(str(key), count)
+            yield str(key), tensor if tensor.element_size() > 1 else tensor.float()  # isfinite lacks the 8-bit types
 
 
-def tensors_of(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+def _tensors_of(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """(dotted name, tensor) of every tensor inside mappings and lists."""
     waiting = [(name, value)]
     seen: set[int] = set()
