@@ -63,6 +63,12 @@ class LossScale(click.ParamType):
 @config_option("--warmup", key="optim.warmup", type=int, metavar="N", help="Iterations of linear warm-up.")
 @click.option("--epochs", type=int, metavar="N", help="Epochs to train.")
 @click.option("--max-iters", type=click.IntRange(0), metavar="N", help="Stop at iteration N; the schedule stays.")
+@config_option(
+    "--on-nonfinite",
+    key="train.on_nonfinite",
+    type=click.Choice(["skip", "lower_scale", "fp32_module", "rewind", "halt"]),
+    help="What follows a step with NaN or infinity that loss scaling does not explain; it is skipped in any case.",
+)
 @config_option("--grad-clip", key="optim.clip", type=float, metavar="NORM", help="Largest gradient norm.")
 @click.option("--grad-checkpoint", is_flag=True, help="Recompute activations instead of keeping them: less memory.")
 @click.option("--resume", metavar="CKPT|auto", help="Continue from a checkpoint; auto: the newest, if there is one.")

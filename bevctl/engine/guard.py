@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from bevctl.config.schema import TrainConfig
 from bevctl.engine.nonfinite import SMALLEST_SCALE, Nonfinite
 from bevctl.engine.recorder import StepOutcome
 from bevctl.errors import BevctlError, ExitCode
@@ -23,6 +24,10 @@ class Policy:
     """Skipped steps among the last 1000 that do not, those left out that loss scaling explains."""
     rewinds: int = 3
     """Rewinds before the run ends."""
+
+    @staticmethod
+    def of(train: TrainConfig) -> Policy:
+        return Policy(train.on_nonfinite, train.nonfinite_in_a_row, train.nonfinite_per_thousand, train.rewinds)
 
 
 class NonfiniteGuard:

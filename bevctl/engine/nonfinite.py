@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from bevctl.engine.recorder import StepOutcome
+from bevctl.engine.resume import TrainState
 
 CALIBRATION = "calibration"
 """A fresh dynamic scale comes down to where gradients fit."""
@@ -94,6 +95,10 @@ class Classifier:
         """Scale after the last overflow: the highest that cannot be a probe."""
         self._good = self._bad = 0
         self._overflows: deque[bool] = deque(maxlen=2 * _WINDOW)
+
+    @staticmethod
+    def of(state: TrainState, fresh: bool) -> Classifier:
+        return Classifier(state.half, state.scaler.dynamic, state.scaler.backoff_factor, fresh)
 
     def observe(self, outcome: StepOutcome) -> Nonfinite | None:
         """Takes the next step of the run; None when it was finite."""

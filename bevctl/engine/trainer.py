@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bevctl.batch import Batch
-from bevctl.engine.checkpoint import read_checkpoint
-from bevctl.engine.culprit import overflowing_module
 from bevctl.engine.dist import World
 from bevctl.engine.guard import FP32_MODULE, LOWER_SCALE, SKIP, FutilityWatch, NonfiniteGuard
-from bevctl.engine.nonfinite import SMALLEST_SCALE, Classifier, Nonfinite
-from bevctl.engine.precision import MatmulCounter, keep_fp32
+from bevctl.engine.nonfinite import Classifier, Nonfinite
+from bevctl.engine.precision import MatmulCounter
+from bevctl.engine.reactions import Reactions
 from bevctl.engine.recorder import Recorder, RingEntry, StepFacts, StepOutcome
-from bevctl.engine.resume import Reshuffle, random_state, restore, set_random_state
+from bevctl.engine.resume import random_state, set_random_state
 from bevctl.engine.signals import Interrupted, StopRequest
 from bevctl.engine.step import TrainStep
 from bevctl.errors import BevctlError, ExitCode
@@ -88,6 +87,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.state = self.step.state
         self.step.watch = self._maybe_counting
+        self.reactions = Reactions(self.step, self.world, self.journal)
         self.futility = FutilityWatch()
         self._bad_samples = 0
         self._problems: list[str] = []
@@ -251,48 +251,13 @@ class Trainer:
     def _react(self, action: str, outcome: StepOutcome) -> None:
         self._back_to_before()
         if action == LOWER_SCALE:
-            self._lower_scale(outcome)
+            self.reactions.lower_scale(outcome)
         elif action == FP32_MODULE:
-            self._keep_culprit_in_fp32(outcome)
+            self.reactions.keep_fp32(outcome)
         else:
-            self._rewind(outcome)
-
-    def _lower_scale(self, outcome: StepOutcome) -> None:
-        scaler = self.state.scaler
-        ceiling = max((outcome.record.loss_scale or 1.0) * scaler.backoff_factor, SMALLEST_SCALE)
-        if self.state.half and scaler.lower(ceiling):
-            self.journal.event("lower_scale", f"The loss scale stays at {ceiling:.10g} or below from here on")
-
-    def _keep_culprit_in_fp32(self, outcome: StepOutcome) -> None:
-        """Lets the module that overflowed compute in FP32 from here on."""
-        name = overflowing_module(self.step, outcome.facts, self.world)
-        if name is None:
-            self.journal.event("fp32_module", "No module was found that FP32 would help", module=None)
-            return
-        keep_fp32(self.state.model, [name], self.step.device.type)
-        self.state.fp32_modules.append(name)
-        self.journal.event("fp32_module", f"{name} computes in FP32 from here on", module=name)
-
-    def _rewind(self, outcome: StepOutcome) -> None:
-        """Back to the last good checkpoint, and from there on through the rest of its epoch in another order."""
-        path = self.journal.checkpoint_before(self.guard.onset)
-        if path is None:
-            raise BevctlError(
-                f"Iteration {outcome.record.iter} was not finite, the budget is used up, and there is no checkpoint "
-                f"from before iteration {self.guard.onset} to go back to.",
-                "Set train.checkpoint_interval, or find the cause with `bevctl diagnose nan --replay`.",
-                ExitCode.NONFINITE,
-            )
-        self.iteration = self._saved_at = restore(self.state, read_checkpoint(path), self.world).iteration
-        epoch, inner = divmod(self.iteration, self.plan.iters_per_epoch)
-        self.state.reshuffles.append(Reshuffle(epoch, inner * self.plan.accumulate, self.guard.rewinds))
-        self.journal.event(
-            "rewind",
-            f"Back to {path} (iteration {self.iteration}) with another data order, rewind {self.guard.rewinds}",
-            checkpoint=str(path),
-            iteration=self.iteration,
-        )
-        raise _Rewound
+            rewound = self.reactions.rewind(self.guard.onset, self.guard.rewinds, self.plan.accumulate)
+            self.iteration = self._saved_at = rewound
+            raise _Rewound
 
     def _obey(self, outcome: StepOutcome | None) -> None:
         """Acts on bad samples and signals; every rank sees the same and decides the same."""

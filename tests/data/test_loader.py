@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from bevctl.batch import Batch
 from bevctl.config.schema import Config
-from bevctl.data.loader import EpochSampler, collate, make_loader
+from bevctl.data.loader import EpochSampler, Reshuffle, collate, make_loader
 from bevctl.data.nuscenes import Item, NuScenesDataset
 from tests.data.samples import random_sample
 from tests.data.sets import write_set
@@ -64,6 +65,29 @@ def test_evaluation_sees_each_sample_once(size: dict[str, int]) -> None:
     assert len({len(batches) for batches in ranks}) == 1
     drawn = sorted(index for batches in ranks for batch in batches for _, index in batch)
     assert drawn == list(range(size["length"]))
+
+
+@given(size=SIZES, shares=st.lists(st.floats(0, 1), min_size=1, max_size=3))
+def test_reshuffling_changes_the_order_of_what_is_left_and_nothing_else(
+    size: dict[str, int], shares: list[float]
+) -> None:
+    ranks = [_batches(rank, True, **size) for rank in range(size["world"])]
+    first = min(int(share * len(ranks[0])) for share in shares)
+    changes = tuple(
+        Reshuffle(size["epoch"], int(share * len(ranks[0])), number) for number, share in enumerate(shares, start=1)
+    )
+    others = [list(EpochSampler(**size, rank=rank, reshuffles=changes)) for rank in range(size["world"])]  # type: ignore[arg-type]
+    assert [batches[:first] for batches in others] == [batches[:first] for batches in ranks]
+    drawn = [sorted(itertools.chain(*itertools.chain(*batches))) for batches in (others, ranks)]
+    assert drawn[0] == drawn[1]
+    elsewhere = tuple(change._replace(epoch=size["epoch"] + 1) for change in changes)
+    assert list(EpochSampler(**size, reshuffles=elsewhere)) == ranks[0]  # type: ignore[arg-type]
+
+
+def test_each_reshuffle_is_another_order() -> None:
+    orders = [list(EpochSampler(40, 2, reshuffles=(Reshuffle(0, 4, number),))) for number in range(1, 4)]
+    orders.append(list(EpochSampler(40, 2)))
+    assert all(a[:4] == b[:4] and a != b for a, b in itertools.combinations(orders, 2))
 
 
 @given(size=SIZES, share=st.floats(0, 1))

@@ -166,7 +166,9 @@ def test_rewinds_differ_and_are_capped(tmp_path: Path, bench: Bench) -> None:
 
 def test_a_rewind_needs_a_checkpoint(tmp_path: Path, bench: Bench) -> None:
     bench.sabotage = _Poisoned(tmp_path / "run", first=1)
-    with pytest.raises(BevctlError, match="no checkpoint from before iteration 1 to go back to") as caught:
+    with pytest.raises(
+        BevctlError, match="since iteration 1, the budget is used up, and there is no checkpoint from before"
+    ) as caught:
         bench.train(_rewinding(tmp_path / "run", checkpoint_interval=None))
     assert caught.value.code == ExitCode.NONFINITE
 
