@@ -12,7 +12,8 @@ from bevctl.errors import BevctlError
 from bevctl.ops.rulebook import Triple, output_shape
 from bevctl.ops.site_norm import SiteNorm
 from bevctl.ops.sites import Window, plan_sites
-from bevctl.ops.sparse_conv import SparseConv3d, SparseTensor, SubMConv3d
+from bevctl.ops.sparse_conv import Sparse, SparseConv3d, SparseTensor, SubMConv3d, product_dtype
+from bevctl.ops.spconv_bridge import SpconvTensor, use_spconv
 from bevctl.ops.voxelize import grid_shape, padded_voxels
 
 _WINDOWS = (
@@ -30,9 +31,9 @@ class ConvNormAct(nn.Sequential):
     def __init__(self, conv: SubMConv3d | SparseConv3d) -> None:
         super().__init__(conv, SiteNorm(conv.weight.shape[4]))
 
-    def forward(self, x: SparseTensor) -> SparseTensor:
+    def forward(self, x: Sparse) -> Sparse:
         conv, norm = self
-        y: SparseTensor = conv(x)
+        y: Sparse = conv(x)
         return y.with_features(norm(y.features, relu=True))
 
 
@@ -46,7 +47,7 @@ class ResidualBlock(nn.Module):
         self.conv2 = SubMConv3d(channels, channels)
         self.bn2 = SiteNorm(channels)
 
-    def forward(self, x: SparseTensor) -> SparseTensor:
+    def forward(self, x: Sparse) -> Sparse:
         y = self.conv1(x)
         y = self.conv2(y.with_features(self.bn1(y.features, relu=True)))
         return x.with_features(self.bn2(y.features, shortcut=x.features, relu=True))
@@ -98,10 +99,16 @@ class SparseEncoder(nn.Module):
             coords: (M, 4) int64 cells (b, x, y, z), ascending; rows with b = -1 at the end are padding.
             batch: samples.
         """
-        sites = plan_sites(coords, self.in_shape, batch, _WINDOWS)
-        x = self.conv_input(SparseTensor(features[: len(sites)], sites))
-        x = self.conv_out(self.encoder_layers(x))
+        x = self.conv_out(self.encoder_layers(self.conv_input(self._sparse(features, coords, batch))))
         return x.dense().permute(0, 1, 4, 2, 3).flatten(1, 2)
+
+    def _sparse(self, features: Tensor, coords: Tensor, batch: int) -> Sparse:
+        """The input at its sites, without the padding."""
+        if use_spconv(features.device, product_dtype(features, self.conv_input.get_parameter("0.weight"))):
+            size = int((coords[:, 0] >= 0).sum())
+            return SpconvTensor.build(features[:size], coords[:size], self.in_shape, batch)
+        sites = plan_sites(coords, self.in_shape, batch, _WINDOWS)
+        return SparseTensor(features[: len(sites)], sites)
 
 
 class VoxelLidarEncoder(nn.Module):

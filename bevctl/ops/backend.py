@@ -53,6 +53,11 @@ def forced(choice: str) -> Iterator[None]:
         _forced.pop()
 
 
+def is_forced() -> bool:
+    """Whether a block of `forced` runs."""
+    return bool(_forced)
+
+
 def _wanted() -> str:
     return _forced[-1] if _forced else os.environ.get(VARIABLE, "auto")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,26 @@ from bevctl.ops.sites import Sites, Window
 
 _NOTHINGS = 1024
 """Rows of zeros that stand for absent neighbours; a single one would be the bottleneck of a GPU's cache."""
+
+
+class Sparse(Protocol):
+    """What layers need of features at the sites of a grid: `SparseTensor`, or the same in another library."""
+
+    @property
+    def features(self) -> Tensor:
+        """(M, C)."""
+
+    def with_features(self, features: Tensor) -> Sparse:
+        """The same sites with other features."""
+
+    def submanifold(self, weight: Tensor) -> Sparse:
+        """Convolution by a (kx, ky, kz, Cin, Cout) kernel at these sites."""
+
+    def strided(self, weight: Tensor, window: Window) -> Sparse:
+        """Strided convolution by a (kx, ky, kz, Cin, Cout) kernel, at every site whose window holds one of these."""
+
+    def dense(self) -> Tensor:
+        """(B, C, X, Y, Z) with zeros elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +79,16 @@ class SparseTensor:
     def with_features(self, features: Tensor) -> SparseTensor:
         """The same sites with other features."""
         return SparseTensor(features, self.sites)
+
+    def submanifold(self, weight: Tensor) -> SparseTensor:
+        """See `Sparse`; rules are shared by all kernels of one size."""
+        x, y, z = weight.shape[:3]
+        return self.with_features(sparse_conv(self.features, weight, self.sites.submanifold_rules((x, y, z))))
+
+    def strided(self, weight: Tensor, window: Window) -> SparseTensor:
+        """See `Sparse`."""
+        sites, rules = self.sites.strided_rules(window)
+        return SparseTensor(sparse_conv(self.features, weight, rules), sites)
 
     def dense(self) -> Tensor:
         """(B, C, X, Y, Z) with zeros elsewhere; in memory (B, X, Y, C, Z)."""
@@ -106,11 +136,16 @@ def sparse_conv(features: Tensor, weight: Tensor, rules: RuleBook) -> Tensor:
             f"the rules are for {rules.table.shape[1]} offsets and {rules.inputs} sites, "
             f"got weight {tuple(weight.shape)} and features {tuple(features.shape)}"
         )
-    device = features.device.type
-    half = torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if half else torch.promote_types(features.dtype, weight.dtype)
-    out: Tensor = _RuleProduct.apply(features.to(dtype), kernels, rules)
+    out: Tensor = _RuleProduct.apply(features.to(product_dtype(features, weight)), kernels, rules)
     return out
+
+
+def product_dtype(features: Tensor, weight: Tensor) -> torch.dtype:
+    """Number format that a convolution computes in."""
+    device = features.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return torch.promote_types(features.dtype, weight.dtype)
 
 
 class _RuleProduct(torch.autograd.Function):
@@ -208,8 +243,8 @@ class SubMConv3d(nn.Module):
         self.kernel = kernel
         self.weight = _kernel_parameter(kernel, in_channels, out_channels)
 
-    def forward(self, x: SparseTensor) -> SparseTensor:
-        return x.with_features(sparse_conv(x.features, self.weight, x.sites.submanifold_rules(self.kernel)))
+    def forward(self, x: Sparse) -> Sparse:
+        return x.submanifold(self.weight)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[3]}, {self.weight.shape[4]}, kernel={self.kernel}"
@@ -228,9 +263,8 @@ class SparseConv3d(nn.Module):
         self.window = Window(kernel, stride, padding)
         self.weight = _kernel_parameter(kernel, in_channels, out_channels)
 
-    def forward(self, x: SparseTensor) -> SparseTensor:
-        sites, rules = x.sites.strided_rules(self.window)
-        return SparseTensor(sparse_conv(x.features, self.weight, rules), sites)
+    def forward(self, x: Sparse) -> Sparse:
+        return x.strided(self.weight, self.window)
 
     def extra_repr(self) -> str:
         channels = f"{self.weight.shape[3]}, {self.weight.shape[4]}"
