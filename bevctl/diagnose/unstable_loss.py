@@ -12,7 +12,7 @@ from bevctl.diagnose.report import DiagnoseFinding, DiagnoseRequest, Diagnosis, 
 from bevctl.diagnose.subject import Subject, from_alarm, read_subject
 from bevctl.engine.checkpoint_report import floating_tensors, inspect_checkpoint
 from bevctl.finding import Evidence, Severity
-from bevctl.monitor.alarms.loss import AFTER, BEFORE
+from bevctl.monitor.alarms.loss import AFTER, BEFORE, swings
 from bevctl.monitor.alarms.nonfinite import GROWTH_INTERVAL
 from bevctl.monitor.view import Alarm, View
 
@@ -31,7 +31,9 @@ SYMPTOMS = {
 """Alarms that tell of instability → how sure the cause is that they give."""
 OF_NUMBERS = ("NAN001", "NAN004")
 """Those that `diagnose nan` knows more about."""
-THRASH, WEIGHTS = "SCALE101", "LOSS101"
+THRASH, WEIGHTS, SWINGS = "SCALE101", "LOSS101", "LOSS102"
+ALWAYS = 0.2
+"""Mean relative distance of the loss from its level throughout a run; 0.01 to 0.06 in healthy ones."""
 DROPS = 6
 """Fewer drops of the loss scale are no thrashing."""
 TOO_OFTEN = 4.0
@@ -50,7 +52,7 @@ def diagnose(request: DiagnoseRequest) -> Diagnosis:
     """
     subject = read_subject(request)
     symptoms = [from_alarm(alarm, SYMPTOMS[alarm.id], _remedies(subject, alarm)) for alarm in subject.alarms(*SYMPTOMS)]
-    symptoms += [*_thrash(subject), *_weights(subject.checkpoints, request)]
+    symptoms += [*_swings(subject), *_thrash(subject), *_weights(subject.checkpoints, request)]
     in_trouble = status_of(symptoms) is Status.FOUND
     cause = unscaled(subject.setting, in_trouble)
     findings = [*symptoms, *([cause] if cause is not None else [])]
@@ -73,8 +75,14 @@ def _remedies(subject: Subject, alarm: Alarm) -> Sequence[Remedy]:
         return (Remedy({}, "`bevctl diagnose nan` on the same run: it has numbers that are not finite"),)
     if alarm.id == "LR001":
         return ()
+    first = alarm.first_record["iter"] if alarm.first_record else None
+    return _smaller_steps(subject, alarm.id, first)
+
+
+def _smaller_steps(subject: Subject, id: str, first: float | None) -> Sequence[Remedy]:
+    """What makes steps smaller; `first` is the iteration that shows the trouble first."""
     setting = subject.setting
-    if isinstance(setting.loss_scale, int | float) and alarm.id == "NAN003":
+    if isinstance(setting.loss_scale, int | float) and id == "NAN003":
         return (subject.remedy("a dynamic loss scale", precision__loss_scale="dynamic"),)
     remedies = []
     linear = linear_rate(setting)
@@ -84,11 +92,11 @@ def _remedies(subject: Subject, alarm: Alarm) -> Sequence[Remedy]:
     if setting.lr is not None:
         lower = float(f"{LOWER * setting.lr:.3g}")
         remedies.append(subject.remedy(f"a lower learning rate, {lower:g}", optim__lr=lower, optim__lr_scaling="none"))
-    if setting.warmup and alarm.first_record and (alarm.first_record["iter"] or 0) <= 3 * setting.warmup:
+    if setting.warmup and first is not None and first <= 3 * setting.warmup:
         longer = 2 * setting.warmup
         remedies.append(subject.remedy(f"a longer warm-up, {longer} iterations", optim__warmup=longer))
     remedies += _tighter_clip(subject)
-    if alarm.id.startswith("SCALE") and setting.half:
+    if id.startswith("SCALE") and setting.half:
         remedies.append(subject.remedy("a fixed loss scale of 512 (or 128)", precision__loss_scale=512.0))
     return remedies
 
@@ -102,6 +110,21 @@ def _tighter_clip(subject: Subject) -> Iterator[Remedy]:
     if usual > 0 and (limit is None or limit > 1.5 * usual):
         now = f"it is {limit:g}" if limit is not None else "there is no limit known"
         yield subject.remedy(f"gradients clipped at their usual norm, {usual:g} ({now})", optim__clip=usual)
+
+
+def _swings(subject: Subject) -> Iterator[DiagnoseFinding]:
+    """A loss that has swung from the start: the alarm only knows swings that grow."""
+    sizes = swings(subject.view) if subject.view is not None and not subject.alarms("LOSS003") else np.empty(0)
+    if len(sizes) and float(sizes.mean()) >= ALWAYS:
+        yield DiagnoseFinding(
+            SWINGS,
+            Severity.WARN,
+            0.4,
+            f"The loss swings by {sizes.mean():.0%} all the time",
+            (Evidence("loss", f"mean distance of {len(sizes)} windows from the level around them; 1 to 6 % is usual"),),
+            "Steps are too large for the batch from the start, or batches differ widely (a batch of 1, rare classes).",
+            tuple(_smaller_steps(subject, SWINGS, None)),
+        )
 
 
 def _thrash(subject: Subject) -> Iterator[DiagnoseFinding]:

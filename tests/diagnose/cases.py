@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bevctl.config.load import to_yaml
+from bevctl.config.schema import Config, OptimConfig, PrecisionConfig, TrainConfig
 from bevctl.diagnose.report import DiagnoseFinding, DiagnoseRequest, Diagnosis
 from bevctl.diagnose.topics import diagnose
 from bevctl.finding import Severity
+from bevctl.runs.writer import SCHEMA
 from tests.runs.logs import mmcv_line, mmcv_message, write
 
 ASSIGNER = (
@@ -104,3 +108,36 @@ def scaler(scale: float) -> dict[str, float | int]:
         "growth_interval": 2000,
         "_growth_tracker": 0,
     }
+
+
+def own_run(
+    folder: Path,
+    columns: Mapping[str, Any],
+    records: int,
+    events: Iterable[dict[str, Any]] = (),
+    interval: int = 1,
+    **optim: Any,
+) -> Path:
+    """A run of bevctl in FP16 with these columns, `interval` iterations a record."""
+    config = Config(
+        name="own",
+        train=TrainConfig(batch=4),
+        optim=OptimConfig(**{"lr": 2e-5, "warmup": 500, "clip": 35.0, **optim}),
+        precision=PrecisionConfig(dtype="fp16"),
+    )
+    rows = [
+        {
+            "epoch": 1 + row * interval // 500,
+            "iter": (row + 1) * interval,
+            "time": 1.79e9 + row,
+            **{name: float(column[row]) for name, column in columns.items()},
+        }
+        for row in range(records)
+    ]
+    write(folder / "log.jsonl", map(json.dumps, rows))
+    write(folder / "events.jsonl", map(json.dumps, events))
+    write(folder / "config.yaml", [to_yaml(config)])
+    segment = {"iter": 0, "precision": "fp16", "batch": 4, "world": 1, "accumulate": 1, "lr": config.optim.lr}
+    document = {"schema": SCHEMA, "status": "finished", "segments": [segment], "iters_per_epoch": 500}
+    (folder / "run.json").write_text(json.dumps(document))
+    return folder

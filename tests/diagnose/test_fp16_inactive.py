@@ -10,7 +10,7 @@ from bevctl.diagnose.gpu_models import gpu_model
 from bevctl.diagnose.report import Status
 from tests.runs.logs import mmcv_message, write
 
-from .cases import CRASHING_FP16, ask, ask_log, evidence, found, header, mmcv_config, the, windows
+from .cases import CRASHING_FP16, ask, ask_log, evidence, found, header, mmcv_config, own_run, the, windows
 
 FP16 = mmcv_config(4, more=CRASHING_FP16)
 FP32 = mmcv_config(4, more="fp16 = None\n")
@@ -168,6 +168,24 @@ def test_gradients_that_overflow_now_and_then_prove_that_a_scale_is_at_work(tmp_
     lines = windows(100, {2: {"grad_norm": "nan"}, 60: {"grad_norm": "inf"}})
     answer = ask_log("fp16-inactive", tmp_path, [*header(FP16, "0"), *lines])
     assert (answer.status, found(answer)) == (Status.CLEAR, {})
+
+
+@pytest.mark.parametrize(
+    ("share", "expected", "status"),
+    [
+        (0.98, {}, Status.CLEAR),
+        (0.8, {"PREC103": "warn"}, Status.FOUND),
+        (0.02, {"PREC001": "fail"}, Status.FOUND),
+        (None, {}, Status.INCONCLUSIVE),
+    ],
+)
+def test_a_run_that_counts_its_matrix_products(
+    tmp_path: Path, share: float | None, expected: dict[str, str], status: Status
+) -> None:
+    loss = {"loss": [2.0] * 200}
+    event = {"kind": "precision", "message": "counted", "time": 1.79e9, "data": {"share": share, "loss_scale": 512.0}}
+    answer = ask("fp16-inactive", own_run(tmp_path, loss, 200, [event] if share is not None else []))
+    assert (found(answer), answer.status) == (expected, status)
 
 
 def test_what_cannot_be_told_is_inconclusive(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,43 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from bevctl.config.load import to_yaml
-from bevctl.config.schema import Config, OptimConfig, PrecisionConfig, TrainConfig
 from bevctl.diagnose.fix import write_fix
 from bevctl.diagnose.report import Status
-from bevctl.runs.writer import SCHEMA
-from tests.runs.logs import write
 
-from .cases import ask, ask_log, evidence, found, header, mmcv_checkpoint, mmcv_config, the, windows
+from .cases import ask, ask_log, evidence, found, header, mmcv_checkpoint, mmcv_config, own_run, the, windows
 
 
 def _losses(values: Any) -> dict[int, dict[str, str]]:
     return {number: {"loss": f"{value:.4f}"} for number, value in enumerate(values, 1)}
-
-
-def _run(folder: Path, columns: dict[str, Any], records: int, **optim: Any) -> Path:
-    """A run of bevctl in FP16 with these columns, one record an iteration."""
-    config = Config(
-        name="own",
-        train=TrainConfig(batch=4),
-        optim=OptimConfig(**{"lr": 2e-5, "warmup": 500, "clip": 35.0, **optim}),
-        precision=PrecisionConfig(dtype="fp16"),
-    )
-    rows = [
-        {
-            "epoch": 1 + row // 500,
-            "iter": row + 1,
-            "time": 1.79e9 + row,
-            **{name: float(column[row]) for name, column in columns.items()},
-        }
-        for row in range(records)
-    ]
-    write(folder / "log.jsonl", map(json.dumps, rows))
-    write(folder / "config.yaml", [to_yaml(config)])
-    segment = {"iter": 0, "precision": "fp16", "batch": 4, "world": 1, "accumulate": 1, "lr": config.optim.lr}
-    document = {"schema": SCHEMA, "status": "finished", "segments": [segment], "iters_per_epoch": 500}
-    (folder / "run.json").write_text(json.dumps(document))
-    return folder
 
 
 def _healthy(records: int, seed: int = 0) -> dict[str, Any]:
@@ -84,7 +54,7 @@ def test_swings_that_grow_are_cured_by_a_lower_rate_a_longer_warm_up_or_a_clip(t
     records = 4000
     columns = _healthy(records)
     columns["loss"][2600:] *= np.where(np.arange(1400) // 50 % 2, 0.6, 1.5)
-    answer = ask("unstable-loss", _run(tmp_path / "run", columns, records, warmup=1200))
+    answer = ask("unstable-loss", own_run(tmp_path / "run", columns, records, warmup=1200))
     finding = the(answer, "LOSS003")
     settings = [dict(remedy.set) for remedy in finding.fix]
     assert {"optim.lr": 1.5e-5, "optim.lr_scaling": "none"} in settings
@@ -93,11 +63,18 @@ def test_swings_that_grow_are_cured_by_a_lower_rate_a_longer_warm_up_or_a_clip(t
     assert write_fix(tmp_path / "fix.yaml", answer.findings)[0].set["optim.lr"] == 1.5e-5
 
 
+def test_swings_from_the_start(tmp_path: Path) -> None:
+    losses = [(3 + 5 / n) * (1.4 if n % 2 else 0.6) for n in range(1, 61)]
+    answer = ask_log("unstable-loss", tmp_path, [*header(mmcv_config(1), "0,1"), *windows(60, _losses(losses))])
+    assert found(answer) == {"LOSS102": "warn", "LR002": "warn"}
+    assert "swings by 40% all the time" in the(answer, "LOSS102").title
+
+
 def test_a_scale_that_goes_down_and_up_again_and_again(tmp_path: Path) -> None:
     records = 4000
     columns = _healthy(records)
     columns["loss_scale"] = np.where(np.arange(records) // 100 % 2, 16384.0, 32768.0)
-    finding = the(ask("unstable-loss", _run(tmp_path, columns, records)), "SCALE101")
+    finding = the(ask("unstable-loss", own_run(tmp_path, columns, records)), "SCALE101")
     assert "between 16384 and 32768" in evidence(finding)
     assert {"precision.loss_scale": 16384.0} in [dict(remedy.set) for remedy in finding.fix]
 
@@ -106,7 +83,7 @@ def test_a_scale_that_grows_and_is_halved_now_and_then_is_healthy(tmp_path: Path
     records = 12000
     columns = _healthy(records)
     columns["loss_scale"] = np.where(np.arange(records) // 1000 % 2, 16384.0, 32768.0)
-    answer = ask("unstable-loss", _run(tmp_path, columns, records))
+    answer = ask("unstable-loss", own_run(tmp_path, columns, records))
     assert (answer.status, list(answer.findings)) == (Status.CLEAR, [])
 
 

@@ -199,19 +199,26 @@ def _is_pretrained(view: View) -> bool:
     return isinstance(segments, list) and isinstance(segments[0], dict) and bool(segments[0].get("load_from"))
 
 
-def oscillation(view: View) -> Iterator[Trouble]:
-    """The loss swings far more than it did in the first half of the records."""
-    iters, values = _windows(view)
+def swings(view: View) -> Column:
+    """Relative distance of each window from the level around it; empty for a short log, or one whose loss jumps."""
+    values = _windows(view)[1]
     if len(values) < FLAT_WINDOWS or _find_jump(values) is not None:
-        return
+        return np.empty(0)
     levels = _levels(values, SWING_WIDTH)
     middle = values[SWING_WIDTH // 2 :][: len(levels)]
     # The mean tells two scatters apart in fewer values than a median; no single value may count for more than 100 %.
-    swings = np.minimum(np.abs(middle - levels) / np.maximum(np.abs(levels), 1e-9), 1.0)
-    early, late = float(swings[: len(swings) // 2].mean()), float(swings[-len(swings) // 4 :].mean())
+    return np.minimum(np.abs(middle - levels) / np.maximum(np.abs(levels), 1e-9), 1.0)
+
+
+def oscillation(view: View) -> Iterator[Trouble]:
+    """The loss swings far more than it did in the first half of the records."""
+    sizes = swings(view)
+    if not len(sizes):
+        return
+    early, late = float(sizes[: len(sizes) // 2].mean()), float(sizes[-len(sizes) // 4 :].mean())
     if late < SWING or late < MORE_SWING * early:
         return
-    first = iters[-len(swings) // 4]
+    first = _windows(view)[0][-len(sizes) // 4]
     yield Trouble(
         Severity.WARN,
         f"The loss swings by {late:.0%}",
