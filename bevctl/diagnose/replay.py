@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from bevctl.engine.checkpoint import newest_checkpoints, read_checkpoint
 from bevctl.engine.incident import STATE as STATE_FILE
 from bevctl.engine.run import algorithms
 from bevctl.finding import Evidence, Severity
+from bevctl.numerics.ranges import ModuleRange, RangeCounter
+from bevctl.numerics.record import Culprit
 from bevctl.numerics.trace import Trace
 
 REPEATS = 3
@@ -73,37 +76,45 @@ def _replays(bundle: Bundle) -> Iterator[Result]:
 
 def _explained(bundle: Bundle, looked_at: list[str], say: Callable[[str], None]) -> Diagnosis:
     say("Looking for the first operation that was not finite")
-    trace, precision = _traced(bundle)
-    culprit = trace.first_bad()
-    state = scan_checkpoints([bundle.folder / STATE_FILE], precision == "fp16", say)
-    cause = cause_of(Scene(bundle, precision, culprit, state))
+    traced = trace_step(bundle)
+    state = scan_checkpoints([bundle.folder / STATE_FILE], traced.precision == "fp16", say)
+    cause = cause_of(Scene(bundle, traced.precision, traced.culprit, state))
     if cause is None:
         looked_at.append("No single operation explains it: the replay under instruments was finite throughout.")
         return Diagnosis(Status.INCONCLUSIVE, (), looked_at, (), _facts(bundle))
     say("Trying remedies")
     finding = _with_remedies(bundle, cause, say)
-    hidden = hidden_finding(culprit) if culprit is not None else None
+    hidden = hidden_finding(traced.culprit) if traced.culprit is not None else None
     findings = [finding, *([hidden] if hidden else [])]
-    tables = _next_to_break(bundle, trace, finding) if precision == "fp16" else []
+    tables = _next_to_break(bundle, traced, finding) if traced.precision == "fp16" else []
     return Diagnosis(status_of(findings), findings, looked_at, tables, _facts(bundle))
 
 
-def _traced(bundle: Bundle, changes: Mapping[str, Any] | None = None) -> tuple[Trace, str]:
-    """The step's forward and backward passes under instruments, and the precision they ran in."""
-    rehearsal = rehearse(bundle.before, changes)
-    with Trace(rehearsal.state.model, ranges=True) as trace:
+@dataclass(frozen=True)
+class Traced:
+    """A step's forward and backward passes, watched."""
+
+    precision: str
+    culprit: Culprit | None
+    ranges: list[ModuleRange]
+
+
+def trace_step(bundle: Bundle, changes: Mapping[str, Any] | None = None) -> Traced:
+    """Runs the incident's step under instruments, with config values changed."""
+    rehearsal, counter = rehearse(bundle.before, changes), RangeCounter()
+    with Trace(rehearsal.state.model, counter) as trace:
         rehearsal.step.gradients(bundle.batches)
-    return trace, rehearsal.precision.name
+    return Traced(rehearsal.precision.name, trace.first_bad(), counter.ranges())
 
 
-def _next_to_break(bundle: Bundle, trace: Trace, finding: DiagnoseFinding) -> list[Table]:
+def _next_to_break(bundle: Bundle, traced: Traced, finding: DiagnoseFinding) -> list[Table]:
     """What comes closest to FP16's limit: with the first cure that stays in FP16, else before the break."""
-    cures = (remedy.set for remedy in finding.fix if remedy.verified and remedy.set)
-    cure = next((settings for settings in cures if "precision.dtype" not in settings), None)
-    if cure is not None and "data.skip_samples" not in cure:
-        ranges = _traced(bundle, cure)[0].module_ranges()
-        return [headroom(ranges, "Next to break, with the first remedy: largest FP16 results (limit 65504)")]
-    return [headroom(trace.module_ranges(), "Largest finite FP16 results of the step (limit 65504)")]
+    cures = (remedy.set for remedy in finding.fix if remedy.verified and "precision.dtype" not in remedy.set)
+    cure = next((settings for settings in cures if any(key.startswith("precision.") for key in settings)), None)
+    if cure is None:
+        return [headroom(traced.ranges, "Largest finite FP16 results of the step (limit 65504)")]
+    ranges = trace_step(bundle, cure).ranges
+    return [headroom(ranges, "Next to break, with the first remedy: largest FP16 results (limit 65504)")]
 
 
 def _way_back(bundle: Bundle, say: Callable[[str], None]) -> Remedy:
