@@ -10,7 +10,7 @@ SATURATED = 0.9 * FP16_MAX
 SMALLEST_EXPONENT = -14
 """Values below 2^-14 are subnormal: they lose bits."""
 FLUSHED_EXPONENT = -25
-"""Values up to 2^-25 round to zero."""
+"""Values below 2^-25 round to zero."""
 HALF = (torch.float16, torch.bfloat16)
 
 

@@ -20,7 +20,7 @@ def traced_step(model: nn.Module, batch: Batch, dtype: torch.dtype) -> Trace:
     with Trace(model) as trace:
         with torch.autocast(device, dtype=HALF, enabled=dtype is HALF):
             losses = model(batch)
-        sum(value for name, value in losses.items() if name.startswith("loss/")).backward()
+        torch.stack([value for name, value in losses.items() if name.startswith("loss/")]).sum().backward()
     return trace
 
 
