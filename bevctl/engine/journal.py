@@ -12,6 +12,7 @@ from typing import Any
 
 from bevctl.console import Console, Progress, strict_json
 from bevctl.engine.checkpoint import Shelf
+from bevctl.engine.checkpoint_writer import CheckpointWriter
 from bevctl.engine.dist import World, on_main
 from bevctl.engine.incident_keeper import IncidentKeeper, Witness
 from bevctl.engine.nonfinite import Nonfinite
@@ -38,6 +39,16 @@ class Cadence:
     max_iters: int | None
 
 
+@dataclass(frozen=True)
+class _Saved:
+    """A checkpoint that is on the disk."""
+
+    path: Path
+    iteration: int
+    epoch: int
+    seconds: float
+
+
 @dataclass
 class RunJournal:
     """The journal of one process; only rank 0 has a `writer` and speaks of what all ranks share."""
@@ -56,6 +67,7 @@ class RunJournal:
     event_files: EventFiles | None = None
     last_checkpoint: Path | None = None
     _bar: tuple[contextlib.ExitStack, Progress] | None = field(default=None, init=False)
+    _checkpoints: CheckpointWriter[_Saved] = field(default_factory=CheckpointWriter, init=False)
 
     def event(self, kind: str, message: str, **data: Any) -> None:
         """Notes something that happened once, in the files and on the console."""
@@ -66,6 +78,8 @@ class RunJournal:
     def step(self, outcome: StepOutcome) -> None:
         if self.writer is None:
             return
+        if self._checkpoints.has_written:
+            self._tell_saved()
         record = outcome.record if self.state.half else replace(outcome.record, loss_scale=None)
         inner = (record.iter - 1) % self.iters_per_epoch + 1
         line = self.writer.step(record, inner, self.iters_per_epoch)
@@ -145,25 +159,56 @@ class RunJournal:
                 self.writer.event(EventRecord("bad_sample", sentence, time.time()))
 
     def save(self, iteration: int, skipped_steps: int) -> None:
-        """Writes epoch_N.pth at the end of an epoch, else iter_N.pth; at the end of --max-iters both."""
-        content = snapshot(self.state, self.world, iteration, skipped_steps, self.meta)
-        on_main(self.world, lambda: self._write(content, iteration))
+        """Keeps epoch_N.pth at the end of an epoch, else iter_N.pth; at the end of --max-iters both.
 
-    def _write(self, content: Mapping[str, Any], iteration: int) -> None:
+        A thread writes it while training goes on. Every rank must call this, and `finish_saving` in the end.
+
+        Raises:
+            BevctlError: the checkpoint before could not be written (exit code 4).
+        """
+        self.finish_saving()
+        content = snapshot(self.state, self.world, iteration, skipped_steps, self.meta)
+        if self.world.is_main:
+            self._checkpoints.start(content, lambda copy: self._write(copy, iteration))
+
+    def finish_saving(self) -> None:
+        """Waits for the checkpoint that is being written, and tells of it; every rank must call it.
+
+        Raises:
+            BevctlError: it could not be written (exit code 4).
+        """
+        on_main(self.world, self._tell_saved)
+
+    def abandon_saving(self) -> None:
+        """`finish_saving` of one rank alone for a run that has failed: a failure to write is a warning then."""
+        try:
+            self._tell_saved()
+        except BevctlError as error:
+            self.warning("checkpoint_failed", error.message)
+
+    def _write(self, content: Mapping[str, Any], iteration: int) -> _Saved:
         epoch, inner = divmod(iteration, self.iters_per_epoch)
         by_iteration = f"iter_{iteration}.pth"
         name = by_iteration if inner or not epoch else f"epoch_{epoch}.pth"
         started = time.monotonic()
-        self.last_checkpoint = self.shelf.put(name, content)
+        path = self.shelf.put(name, content)
         if iteration == self.cadence.max_iters and name != by_iteration:
             self.shelf.duplicate(name, by_iteration)
+        return _Saved(path, iteration, epoch, time.monotonic() - started)
+
+    def _tell_saved(self) -> None:
+        saved = self._checkpoints.wait()
+        if saved is None:
+            return
+        self.last_checkpoint = saved.path
         if self.writer is not None:
-            self.writer.update(checkpoints=self.shelf.written, iter=iteration, epoch=epoch)
-        seconds = time.monotonic() - started
-        self.event("checkpoint", f"Saved {self.last_checkpoint} in {seconds:.1f} s", iteration=iteration, epoch=epoch)
+            self.writer.update(checkpoints=self.shelf.written, iter=saved.iteration, epoch=saved.epoch)
+        message = f"Saved {saved.path} in {saved.seconds:.1f} s"
+        self.event("checkpoint", message, iteration=saved.iteration, epoch=saved.epoch)
 
     def checkpoint_before(self, iteration: int) -> Path | None:
         """The newest checkpoint of this run from before an attempted step (1-based); every rank must call it."""
+        self.finish_saving()
         return on_main(self.world, lambda: self._newest_before(iteration))
 
     def _newest_before(self, iteration: int) -> Path | None:
@@ -196,6 +241,7 @@ class RunJournal:
 
     def _mark_best(self, epoch: int, metrics: Mapping[str, float]) -> None:
         assert self.writer is not None
+        self._tell_saved()
         name = self.cadence.best or ("NDS" if "NDS" in metrics else "mIoU")
         if name not in metrics:
             if self.cadence.best:

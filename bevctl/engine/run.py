@@ -24,8 +24,8 @@ from bevctl.config.schema import Config
 from bevctl.console import Console
 from bevctl.data.loader import EpochSampler, Reshuffle, make_loader
 from bevctl.data.nuscenes import NuScenesDataset
+from bevctl.engine.acceleration import accelerate
 from bevctl.engine.checkpoint import FORMAT, Checkpoint, Shelf, load_state, read_checkpoint
-from bevctl.engine.compilation import compile_parts
 from bevctl.engine.dist import World, broadcast_buffers, on_main, process_group, select_device
 from bevctl.engine.ema import WeightAverage
 from bevctl.engine.guard import NonfiniteGuard, Policy
@@ -46,7 +46,7 @@ from bevctl.engine.workdir import check_unused, find_checkpoint, read_resume, wo
 from bevctl.errors import BevctlError, ExitCode
 from bevctl.evaluate.job import evaluate_split
 from bevctl.files import atomic_write_text
-from bevctl.models.build import build_model, static_parts
+from bevctl.models.build import build_model
 from bevctl.ops.site_norm import share_statistics
 from bevctl.runs.writer import RunWriter, read_run
 
@@ -254,10 +254,7 @@ def _train(
         for kind, notes in (("start", parts.notes), ("resume", resumed.notes)):
             for note in notes:
                 journal.event(kind, note)
-        if config.train.compile:
-            report = functools.partial(journal.event, "compile")
-            compiled = compile_parts(parts.state.model, static_parts(config.model), report)
-            report(f"torch.compile for {', '.join(compiled) or 'nothing'}: the first step takes longer")
+        accelerate(parts.state.model, config, world, parts.device, functools.partial(journal.event, "compile"))
         if options.resume is not None and resumed.iteration >= plan.stop_at:
             journal.event("end", f"Nothing left to train: iteration {resumed.iteration} of {plan.stop_at} is done")
             return RunResult(ExitCode.OK, work_dir, resumed.iteration, None)
@@ -284,6 +281,7 @@ def _fit(trainer: Trainer, journal: RunJournal) -> ExitCode:
     status, message = "failed", "The run failed"
     try:
         code = trainer.fit()
+        journal.finish_saving()
         status = _STATUS[code]
         asked_by = trainer.stop.name or "a signal to another rank"
         message = f"Stopped by {asked_by}" if code == ExitCode.PREEMPTED else _conclusion(trainer)
@@ -301,6 +299,7 @@ def _fit(trainer: Trainer, journal: RunJournal) -> ExitCode:
         raise
     finally:
         journal.close_bar()
+        journal.abandon_saving()
         if journal.writer is not None:
             journal.event("end", f"{message} (iteration {trainer.iteration})", status=status)
             journal.writer.update(status=status, ended=time.time(), iter=trainer.iteration)
