@@ -11,7 +11,6 @@ from bevctl.diagnose.gpu_models import gpu_model
 from bevctl.diagnose.report import DiagnoseFinding, DiagnoseRequest, Diagnosis, Remedy, Status, status_of
 from bevctl.diagnose.source import IN_FP16, KEPT_FP32, Passage, scan_source
 from bevctl.diagnose.subject import Subject, from_alarm, read_subject
-from bevctl.errors import BevctlError
 from bevctl.finding import Evidence, Severity
 from bevctl.monitor.alarms import tasks
 from bevctl.monitor.alarms.nonfinite import overflows
@@ -34,7 +33,7 @@ def diagnose(request: DiagnoseRequest) -> Diagnosis:
         BevctlError: what the request names cannot be read.
     """
     subject = read_subject(request)
-    passages = _source(request)
+    passages = scan_source(request.source) if request.source is not None else []
     findings = [
         *_lost_tasks(subject),
         *(from_alarm(alarm, 0.85) for alarm in subject.alarms("PREC001")),
@@ -51,14 +50,6 @@ def diagnose(request: DiagnoseRequest) -> Diagnosis:
         missing = "Nothing here shows whether half precision has an effect: give the FP32 run with --against."
         return Diagnosis(Status.INCONCLUSIVE, findings, [*subject.looked_at, missing])
     return Diagnosis(status, findings, [*subject.looked_at, *([proof] if proof is not None else [])])
-
-
-def _source(request: DiagnoseRequest) -> list[Passage]:
-    if request.source is None:
-        return []
-    if not request.source.exists():
-        raise BevctlError(f"--source {request.source} does not exist.", "Give the folder of the model's code.")
-    return scan_source(request.source)
 
 
 def _in_effect(subject: Subject) -> str | None:

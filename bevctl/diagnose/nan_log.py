@@ -17,7 +17,6 @@ from bevctl.diagnose.signatures import Clues, suspects
 from bevctl.diagnose.source import Passage, scan_source
 from bevctl.diagnose.subject import Subject, from_alarm, read_subject
 from bevctl.engine.nonfinite import BENIGN
-from bevctl.errors import BevctlError
 from bevctl.finding import Evidence, Severity
 from bevctl.monitor.view import Alarm, View
 from bevctl.preflight.half_weights import find as find_half_calls
@@ -52,7 +51,7 @@ def diagnose(request: DiagnoseRequest) -> Diagnosis:
     in_trouble = status_of([*symptoms, *scan.findings]) is Status.FOUND
     passages, looked = _source(request)
     half_calls = find_half_calls(request.source) if request.source is not None and request.source.is_dir() else []
-    clues = Clues(subject, onset, lines, passages, half_calls, in_trouble)
+    clues = Clues(subject, onset, passages, half_calls, in_trouble)
     causes = sorted([*suspects(clues), *_learning_rate(subject, in_trouble)], key=lambda f: -f.confidence)
     findings = [*symptoms, *scan.findings, *causes]
     looked_at = [*subject.looked_at, *scan.looked_at, *looked, *_not_told(subject, in_trouble, causes)]
@@ -194,8 +193,6 @@ def _samples(subject: Subject) -> Iterator[DiagnoseFinding]:
 def _source(request: DiagnoseRequest) -> tuple[list[Passage], list[str]]:
     if request.source is None:
         return [], []
-    if not request.source.exists():
-        raise BevctlError(f"--source {request.source} does not exist.", "Give the folder of the model's code.")
     passages = scan_source(request.source)
     kinds = Counter(passage.kind for passage in passages)
     told = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "nothing that matters in FP16"

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bevctl.diagnose.log_lines import TellingLine
 from bevctl.diagnose.onset import Onset
 from bevctl.diagnose.report import DiagnoseFinding, Remedy
-from bevctl.diagnose.source import HIDES, KEPT_FP32, OVERFLOWS, SMALLEST_FP16, VANISHES, Passage
+from bevctl.diagnose.source import HIDES, IN_FP16, KEPT_FP32, OVERFLOWS, SMALLEST_FP16, VANISHES, Passage
 from bevctl.diagnose.subject import Subject
 from bevctl.finding import Evidence, Severity
 from bevctl.preflight.half_weights import HalfCall
@@ -18,6 +17,8 @@ from bevctl.preflight.half_weights import HalfCall
 UNTOLD, HARMLESS = 0.7, 0.5
 """Factors on the confidence where the number format is not known, and where nothing has gone wrong yet."""
 _MOST = 6
+_GEOMETRY = re.compile(r"view_?trans|vtransform|lss|lift|depth", re.IGNORECASE)
+"""Files whose sums over depth and coordinates need FP32."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,6 @@ class Clues:
 
     subject: Subject
     onset: Onset | None
-    lines: Sequence[TellingLine] = ()
     passages: Sequence[Passage] = ()
     half_calls: Sequence[HalfCall] = ()
     in_trouble: bool = False
@@ -122,9 +122,13 @@ def _overflowing(clues: Clues) -> Iterator[Evidence]:
 
 
 def _unprotected(clues: Clues) -> Iterator[Evidence]:
-    marks = [passage for passage in clues.passages if passage.kind == KEPT_FP32]
-    if clues.passages and not marks and clues.onset is not None and clues.onset.losses:
+    in_half = [passage for passage in clues.passages if passage.kind == IN_FP16]
+    protected = {passage.path for passage in clues.passages if passage.kind == KEPT_FP32}
+    if in_half and not protected:
         yield Evidence("source", "no force_fp32 and no autocast(enabled=False) anywhere: losses run in FP16")
+    for passage in in_half:
+        if passage.path not in protected and _GEOMETRY.search(passage.path.name):
+            yield Evidence(str(passage), f"the view transform runs in FP16 as a whole: {passage.text}")
 
 
 def _half_weights(clues: Clues) -> Iterator[Evidence]:
@@ -248,7 +252,7 @@ SIGNATURES: dict[str, Signature] = {
         only_in_trouble=False,
     ),
     "NAN113": Signature(
-        "Nothing in the code is kept in FP32",
+        "Parts that need FP32 are not kept in it",
         0.4,
         "Losses, view transform and box decoding overflow in FP16 in most projects, which therefore keep them in FP32.",
         _unprotected,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bevctl.config.foreign_expressions import parse
+from bevctl.errors import BevctlError
 from bevctl.preflight.half_weights import MAX_BYTES, python_sources
 
 SMALLEST_FP16 = 2.0**-24
@@ -41,7 +42,13 @@ class Passage:
 
 
 def scan_source(root: Path) -> list[Passage]:
-    """Every passage below `root` (a folder or one file), by file and line; a file that does not parse is left out."""
+    """Every passage below `root` (a folder or one file), by file and line; a file that does not parse is left out.
+
+    Raises:
+        BevctlError: there is no `root`.
+    """
+    if not root.exists():
+        raise BevctlError(f"--source {root} does not exist.", "Give the folder of the model's code.")
     files = [root] if root.is_file() else list(python_sources(root))
     return [passage for path in files for passage in _passages(path)]
 

@@ -214,6 +214,22 @@ def test_identical_layers_with_nan_gradients_and_code_that_replaces_nan(tmp_path
     assert (healthy.status, found(healthy)) == (Status.CLEAR, {})
 
 
+@pytest.mark.parametrize(
+    ("head", "told"),
+    [
+        ("", "no force_fp32 and no autocast"),
+        ("@force_fp32()\ndef loss(p):\n    return p\n", "depth_lss.py:1: the view"),
+    ],
+)
+def test_code_that_leaves_losses_or_geometry_in_fp16(tmp_path: Path, head: str, told: str) -> None:
+    (tmp_path / "depth_lss.py").write_text("@auto_fp16()\ndef get_cam_feats(x):\n    return x\n")
+    (tmp_path / "head.py").write_text(head or "x = 1\n")
+    top = header(mmcv_config(more=CRASHING_FP16))
+    answer = ask_log("nan", tmp_path / "log", [*top, *windows(12, loss="nan")], source=tmp_path)
+    assert told in evidence(the(answer, "NAN113"))
+    assert found(ask_log("nan", tmp_path / "healthy", [*top, *windows(12)], source=tmp_path)) == {}
+
+
 def _scalars(path: Path, bad: range) -> Path:
     rows = []
     for number in range(1, 41):
