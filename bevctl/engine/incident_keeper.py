@@ -102,11 +102,11 @@ class IncidentKeeper:
     def _state_before(self, outcome: StepOutcome, ring: Sequence[RingEntry]) -> dict[str, Any]:
         record = outcome.record
         skipped = (record.skipped_steps or 1) - 1
-        state = snapshot(self.state, self.world, record.iter - 1, skipped, self.meta, outcome.facts.random)
+        state = snapshot(self.state, self.world, record.iter - 1, skipped, self.meta, outcome.facts.random.plain())
         if state["scaler"] is not None:
             scale = {"scale": record.loss_scale, "_growth_tracker": outcome.growth_tracker}
             state["scaler"] = {**state["scaler"], **scale}
-        state["ring"] = [{"iteration": e.outcome.record.iter, "rng": e.outcome.facts.random} for e in ring]
+        state["ring"] = [{"iteration": e.outcome.record.iter, "rng": e.outcome.facts.random.plain()} for e in ring]
         return state
 
     def _incident(

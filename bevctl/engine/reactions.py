@@ -93,7 +93,7 @@ def _overflowing_module(step: TrainStep, facts: StepFacts, world: World) -> str 
     from bevctl.numerics.trace import Trace  # only a run that meets such a step needs it
 
     alone = TrainStep(step.state, step.state.model, step.schedule, step.precision)
-    set_random_state(facts.random)
+    set_random_state(facts.random.plain())
     with Trace(step.state.model) as trace:
         alone.gradients(list(facts.batches))
     alone.discard()

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
 from bevctl.batch import Batch
 from bevctl.engine.dist import World
+from bevctl.engine.resume import RandomCapture
 from bevctl.engine.step import StepTensors
 from bevctl.runs.records import StepRecord
 
@@ -34,8 +34,8 @@ class StepFacts:
     """0-based index of the step in its epoch."""
     lr: float
     data_time_s: float
-    random: Mapping[str, Any]
-    """State of every generator of this process before the step, see `bevctl.engine.resume.random_state`."""
+    random: RandomCapture
+    """State of every generator of this process before the step."""
     batches: Sequence[Batch] = ()
     """Of this rank, as they came from the loader; kept until the step's outcome is known."""
     stop: bool = False
@@ -134,13 +134,13 @@ class Recorder:
         return outcome
 
     def _pack(self, names: list[str], parts: list[str], facts: StepFacts, tensors: StepTensors) -> Tensor:
-        """(1, n) scalars, or (2, n) with several ranks: their sum, and this rank's own."""
+        """(1, n) scalars; (2, n + 2) with several ranks: with flags, their sum, and this rank's own."""
         scalars = [tensors.total, tensors.grad_norm, tensors.loss_scale, tensors.skipped, tensors.growth_tracker]
         measured = [*(tensors.losses[name] for name in names), *(tensors.grad_norms[part] for part in parts), *scalars]
-        flags = [torch.full((), float(flag), device=self._device) for flag in (facts.stop, facts.bad_samples)]
-        own = torch.stack([value.detach().float() for value in (*measured, *flags)])
         if self._world.size == 1:
-            return own[None]
+            return torch.stack(measured)[None]
+        flags = [torch.full((), float(flag), device=self._device) for flag in (facts.stop, facts.bad_samples)]
+        own = torch.stack(measured + flags)
         summed = own.clone()
         distributed.all_reduce(summed)
         return torch.stack((summed, own))
@@ -157,12 +157,14 @@ class Recorder:
     def _finish(self, pending: _Pending) -> StepOutcome:
         if pending.copied is not None:
             pending.copied.synchronize()
-        summed, own = pending.values[0], pending.values[-1]
-        means = (summed[:-2] / self._world.size).tolist()
-        *measured, total, grad_norm, scale, skipped, growth_tracker = means
-        stop, bad_samples = summed[-2:].tolist()
-        self.skipped_steps += int(skipped > 0)
         facts, losses = pending.facts, len(pending.names)
+        summed, own = pending.values[0], pending.values[-1]
+        stop, bad_samples = float(facts.stop), float(facts.bad_samples)
+        if self._world.size > 1:
+            stop, bad_samples = summed[-2:].tolist()
+            summed = summed[:-2] / self._world.size
+        *measured, total, grad_norm, scale, skipped, growth_tracker = summed.tolist()
+        self.skipped_steps += int(skipped > 0)
         record = StepRecord(
             epoch=facts.epoch,
             iter=facts.iteration,

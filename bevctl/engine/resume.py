@@ -275,21 +275,43 @@ def _restore_fp32_modules(state: TrainState, checkpoint: Checkpoint) -> list[str
     return [f"Kept in FP32 since an overflow: {', '.join(new)}"]
 
 
+@dataclass(frozen=True)
+class RandomCapture:
+    """State of every generator of this process, as the libraries give it: cheap enough for every step."""
+
+    torch: Tensor
+    cuda: Tensor | None
+    numpy: Any
+    python: Any
+
+    @staticmethod
+    def now() -> RandomCapture:
+        return RandomCapture(
+            torch=torch.get_rng_state(),
+            cuda=torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+            numpy=np.random.get_state(),  # noqa: NPY002 (the legacy global generator is what libraries use)
+            python=random.getstate(),
+        )
+
+    def plain(self) -> dict[str, Any]:
+        """The same in types that the weights-only reader takes; `set_random_state` puts it back."""
+        version, words, gauss = self.python
+        return {
+            "torch": self.torch,
+            "cuda": self.cuda,
+            "numpy": {
+                "words": torch.from_numpy(self.numpy[1].astype(np.int64)),
+                "position": int(self.numpy[2]),
+                "has_gauss": int(self.numpy[3]),
+                "gauss": float(self.numpy[4]),
+            },
+            "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        }
+
+
 def random_state() -> dict[str, Any]:
     """State of every generator of this process, in types that the weights-only reader takes."""
-    numpy_state: Any = np.random.get_state()  # noqa: NPY002 (the legacy global generator is what libraries use)
-    version, words, gauss = random.getstate()
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "numpy": {
-            "words": torch.from_numpy(numpy_state[1].astype(np.int64)),
-            "position": int(numpy_state[2]),
-            "has_gauss": int(numpy_state[3]),
-            "gauss": float(numpy_state[4]),
-        },
-        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
-    }
+    return RandomCapture.now().plain()
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:

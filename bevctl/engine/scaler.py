@@ -30,6 +30,7 @@ class LossScaler:
         """1.0 when the current step is to be skipped; 0-dimensional as fused AdamW wants it."""
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         """Good steps in a row at the current scale."""
+        self._one = torch.ones((), device=device)
         self.ceiling: float | None = None
         """The scale never grows beyond it; None: no limit."""
 
@@ -50,8 +51,7 @@ class LossScaler:
 
         Finite gradients can have a norm that overflows, or come from a loss that is not finite.
         """
-        finite = torch.stack(values).isfinite().all()
-        self.found_inf.copy_(torch.where(finite, self.found_inf, torch.ones_like(self.found_inf)))
+        torch._amp_foreach_non_finite_check_and_unscale_([torch.stack(values)], self.found_inf, self._one)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """One step of a fused optimizer, which leaves weights and state alone where `found_inf` is set."""
@@ -110,12 +110,13 @@ class StatisticsGuard:
     def __init__(self, model: nn.Module) -> None:
         norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
         buffers = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
-        self._live = [[b for b in buffers if b.dtype == dtype] for dtype in {b.dtype for b in buffers}]
-        """By type: a kernel takes many tensors at once, but of one type."""
-        self._before = [_joined(live) for live in self._live]
+        flat = [buffer.view(-1) for buffer in buffers]
+        self._live = [[b for b in flat if b.dtype == dtype] for dtype in sorted({b.dtype for b in flat}, key=str)]
+        """Views of the buffers by type: a kernel takes many tensors at once, but of one type."""
+        self._before = [torch.cat(live) for live in self._live]
 
     def remember(self) -> None:
-        self._before = [_joined(live) for live in self._live]
+        self._before = [torch.cat(live) for live in self._live]
 
     def restore(self) -> None:
         """Puts the remembered values back."""
@@ -125,15 +126,9 @@ class StatisticsGuard:
     def restore_where(self, skipped: Tensor) -> None:
         """Puts the remembered values back where `skipped` (0-dimensional, on the device) is not zero."""
         for live, before in zip(self._live, self._before, strict=True):
-            _put(torch.where(skipped > 0, before, _joined(live)), live)
-
-
-def _joined(tensors: list[Tensor]) -> Tensor:
-    """(n,) all values, copied."""
-    return torch.cat([tensor.flatten() for tensor in tensors])
+            _put(torch.where(skipped.bool(), before, torch.cat(live)), live)
 
 
 def _put(values: Tensor, tensors: list[Tensor]) -> None:
-    """The inverse of `_joined`."""
-    pieces = values.split([tensor.numel() for tensor in tensors])
-    torch._foreach_copy_(tensors, [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)])
+    """The inverse of `torch.cat`."""
+    torch._foreach_copy_(tensors, values.split([tensor.numel() for tensor in tensors]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +34,7 @@ class StepTensors:
     loss_scale: Tensor
     """The scale the step was made with."""
     growth_tracker: Tensor
-    """Good steps in a row at that scale, before this one."""
+    """Good steps in a row at that scale, before this one; float32."""
     skipped: Tensor
     """1 where the step was not finite on some rank, and so changed nothing."""
 
@@ -67,7 +67,16 @@ class TrainStep:
         self.watch = watch
         self.device = state.scaler.value.device
         self._parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
-        self._parts = _parts(state)
+        containers = {name for name, child in state.model.named_children() if isinstance(child, nn.ModuleDict)}
+        names = [name for group in state.optimizer.param_groups for name in group["names"]]
+        parts = [_part_of(name, containers) for name in names]
+        self._parts = list(dict.fromkeys(parts))
+        self._membership = torch.tensor([[p == part for p in parts] for part in self._parts], device=self.device)
+        """(parts, parameters)"""
+        self._present: list[int] = list(range(len(names)))
+        """Parameters that had a gradient in the last step."""
+        self._members = self._membership
+        """The columns of `_membership` for those."""
         self._statistics = StatisticsGuard(state.model)
 
     @property
@@ -88,14 +97,15 @@ class TrainStep:
         """
         self.state.optimizer.zero_grad(set_to_none=True)
         self._statistics.remember()
-        sums: dict[str, Tensor] = {}
+        parts: list[Tensor] = []
         for position, batch in enumerate(batches, start=1):
             with self._gradients_stay_here(position < len(batches)):
                 losses = self._forward(batch.to(self.device, non_blocking=True))
-                self.state.scaler.scale(total_loss(losses) / len(batches)).backward()
-            for name, value in losses.items():
-                sums[name] = sums.get(name, 0) + value.detach().float() / len(batches)
-        return sums
+                total = total_loss(losses)
+                self.state.scaler.scale(total / len(batches) if len(batches) > 1 else total).backward()
+            values = torch.stack([value.detach().float() for value in losses.values()])
+            parts.append(values / len(batches) if len(batches) > 1 else values)
+        return dict(zip(losses, sum(parts[1:], parts[0]).unbind(), strict=True))
 
     def discard(self) -> None:
         """Forgets what `gradients` did: weights, optimizer and statistics are those before the step."""
@@ -114,19 +124,13 @@ class TrainStep:
         apply_schedule(optimizer, self.schedule, iteration)
         scaler.step(optimizer)
         self._statistics.restore_where(scaler.found_inf)
-        tensors = StepTensors(
-            losses,
-            total,
-            grad_norm,
-            grad_norms,
-            loss_scale=scaler.value.clone(),
-            growth_tracker=scaler.growth_tracker.clone(),
-            skipped=scaler.found_inf.clone(),
-        )
+        loss_scale, growth_tracker, skipped = torch.stack(
+            (scaler.value, scaler.growth_tracker.float(), scaler.found_inf)
+        ).unbind()
         scaler.update()
         if self.state.average is not None:
             self.state.average.update(iteration)
-        return tensors
+        return StepTensors(losses, total, grad_norm, grad_norms, loss_scale, growth_tracker, skipped)
 
     def _forward(self, batch: Batch) -> dict[str, Tensor]:
         with self.watch(), self.precision.autocast():
@@ -141,30 +145,23 @@ class TrainStep:
 
     def _clip(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Clips as `nn.utils.clip_grad_norm_` does; returns the norm before, over all and of each part."""
-        present = {p: p.grad for p in self._parameters if p.grad is not None}
+        present = [index for index, p in enumerate(self._parameters) if p.grad is not None]
         if not present:
             return torch.zeros((), device=self.device), {}
-        gradients = list(present.values())
-        norms = dict(zip(present, torch._foreach_norm(gradients), strict=True))
-        total = torch.linalg.vector_norm(torch.stack(list(norms.values())))
-        factor = ((self.clip or math.inf) / (total + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(gradients, factor)
-        parts = {part: [norms[p] for p in members if p in norms] for part, members in self._parts.items()}
-        return total, {
-            part: torch.linalg.vector_norm(torch.stack(part_norms)) for part, part_norms in parts.items() if part_norms
-        }
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        norms = torch.stack(torch._foreach_norm(gradients))
+        total = torch.linalg.vector_norm(norms)
+        torch._foreach_mul_(gradients, ((self.clip or math.inf) / (total + 1e-6)).clamp(max=1.0))
+        if present != self._present:
+            self._present, self._members = present, self._membership[:, present]
+        by_part = torch.linalg.vector_norm(torch.where(self._members, norms, 0.0), dim=1)
+        return total, dict(zip(self._parts, by_part.unbind(), strict=True))
 
 
-def _parts(state: TrainState) -> dict[str, list[nn.Parameter]]:
-    """Trained parameters by part of the model: its children, and the children of those that are dicts of modules."""
-    containers = {name for name, child in state.model.named_children() if isinstance(child, nn.ModuleDict)}
-    parts: dict[str, list[nn.Parameter]] = {}
-    for group in state.optimizer.param_groups:
-        for name, parameter in zip(group["names"], group["params"], strict=True):
-            path = name.split(".")
-            depth = 2 if path[0] in containers else 1
-            parts.setdefault(".".join(path[:depth]), []).append(parameter)
-    return parts
+def _part_of(name: str, containers: Container[str]) -> str:
+    """The part of the model that a parameter belongs to: a child, or the child of a child that is a container."""
+    path = name.split(".")
+    return ".".join(path[: 2 if path[0] in containers else 1])
 
 
 def total_loss(losses: Mapping[str, Tensor]) -> Tensor:

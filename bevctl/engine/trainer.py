@@ -17,7 +17,7 @@ from bevctl.engine.nonfinite import Classifier, Nonfinite
 from bevctl.engine.precision import MatmulCounter
 from bevctl.engine.reactions import Reactions
 from bevctl.engine.recorder import Recorder, RingEntry, StepFacts, StepOutcome
-from bevctl.engine.resume import random_state, set_random_state
+from bevctl.engine.resume import RandomCapture, set_random_state
 from bevctl.engine.signals import Interrupted, StopRequest
 from bevctl.engine.step import TrainStep
 from bevctl.errors import BevctlError, ExitCode
@@ -172,12 +172,12 @@ class Trainer:
 
     def _train_step(self, batches: list[Batch], data_time_s: float) -> None:
         """One attempted optimizer step; in it the outcome of the step before becomes known."""
-        before = random_state()
+        before = RandomCapture.now()
         losses = self.step.gradients(batches)
         self._disturbed = False
         previous = self._settle()
         if self._disturbed:
-            set_random_state(before)
+            set_random_state(before.plain())
             losses = self.step.gradients(batches)
         tensors = self.step.update(losses, self.iteration)
         epoch, inner = divmod(self.iteration, self.plan.iters_per_epoch)

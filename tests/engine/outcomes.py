@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bevctl.engine.recorder import StepFacts, StepOutcome
+from bevctl.engine.resume import RandomCapture
 from bevctl.runs.records import StepRecord
 
 
@@ -25,7 +26,9 @@ def outcome(
     record = StepRecord(
         epoch=1, iter=iteration, lr=1e-3, loss=total, losses=losses, grad_norm=norm, loss_scale=scale, skipped_steps=0
     )
-    facts = StepFacts(epoch=1, iteration=iteration, inner=iteration - 1, lr=1e-3, data_time_s=0.0, random={})
+    facts = StepFacts(
+        epoch=1, iteration=iteration, inner=iteration - 1, lr=1e-3, data_time_s=0.0, random=RandomCapture.now()
+    )
     norms = {"encoders.camera": norm} if grad_norms is None else grad_norms
     return StepOutcome(record, facts, skipped, norms, 0, dict(losses), stop=False, bad_samples=0)
 

@@ -18,7 +18,7 @@ from bevctl.data.loader import collate
 from bevctl.engine.dist import World
 from bevctl.engine.precision import Precision
 from bevctl.engine.recorder import Recorder, StepFacts
-from bevctl.engine.resume import TrainState, random_state
+from bevctl.engine.resume import RandomCapture, TrainState
 from bevctl.engine.run import build_state
 from bevctl.engine.scaler import LossScaler
 from bevctl.engine.schedule import Schedule
@@ -162,7 +162,7 @@ def test_the_update_never_asks_the_device_for_a_number(tmp_path: Path) -> None:
     try:
         tensors = step.update(losses, 1)
         step.discard()
-        recorder.push(StepFacts(1, 2, 1, 1e-3, 0.0, random_state()), tensors)
+        recorder.push(StepFacts(1, 2, 1, 1e-3, 0.0, RandomCapture.now()), tensors)
         outcome = recorder.settle()
     finally:
         torch.cuda.set_sync_debug_mode("default")
