@@ -12,6 +12,7 @@ import torch
 
 from bevctl.diagnose.report import DiagnoseFinding, Remedy
 from bevctl.engine.checkpoint_report import FINITE, SCALER, CheckpointReport, floating_tensors, inspect_checkpoint
+from bevctl.errors import BevctlError
 from bevctl.finding import Evidence, Severity
 
 LARGEST_FP16 = 65504.0
@@ -27,18 +28,24 @@ class Scan:
     looked_at: tuple[str, ...] = field(default=())
 
 
-def scan_checkpoints(paths: Sequence[Path], half: bool, say: Callable[[str], None]) -> Scan:
+def scan_checkpoints(paths: Sequence[Path], half: bool, say: Callable[[str], None], named: Path | None = None) -> Scan:
     """Reads from the newest back to the first clean one, as what is not finite stays so.
 
     Args:
         paths: oldest first.
         half: the run trains in FP16.
+        named: the one that the user asked about; another that cannot be read is passed over.
+
+    Raises:
+        BevctlError: `named` cannot be read.
     """
     bad: list[tuple[Path, list[DiagnoseFinding]]] = []
     looked_at = []
     for path in reversed(paths):
         say(f"Reading {path}")
         report = inspect_checkpoint(path)
+        if report.checkpoint is None and path == named:
+            raise BevctlError(report.findings[0].title, report.findings[0].fix or "")
         if report.checkpoint is None:
             looked_at.append(f"{path} was not read: {report.findings[0].title}")
             continue

@@ -17,6 +17,11 @@ class GpuModel:
     """FP16 runs at a fraction of FP32's rate."""
 
     @property
+    def has_bf16(self) -> bool:
+        """Whether BF16 runs on tensor cores."""
+        return self.capability >= (8, 0)
+
+    @property
     def has_tf32(self) -> bool:
         """Whether FP32 convolutions use tensor cores by default, at half of FP16's rate."""
         return self.capability >= (8, 0)

@@ -44,7 +44,7 @@ def diagnose(request: DiagnoseRequest) -> Diagnosis:
         BevctlError: what the request names cannot be read.
     """
     subject = read_subject(request)
-    scan = scan_checkpoints(subject.checkpoints, subject.setting.half, request.say)
+    scan = scan_checkpoints(subject.checkpoints, subject.setting.half, request.say, request.checkpoint)
     lines = telling_lines(subject.report.log) if subject.report is not None else []
     onset = onset_of(subject.view, subject.setting) if subject.view is not None else None
     symptoms = [*_symptoms(subject, onset, scan), *_named(lines), *_samples(subject)]
@@ -150,7 +150,7 @@ def _remedies(subject: Subject, alarm: Alarm, scan: Scan) -> list[Remedy]:
         remedies.append(Remedy({}, f"continue from {scan.last_clean}, the last clean checkpoint"))
     if alarm.id == "NAN005" and subject.setting.own:
         remedies.append(subject.remedy("the first epoch in FP32, then FP16", precision__dtype="fp32"))
-    if subject.setting.half:
+    if subject.setting.half and subject.setting.may_use_bf16:
         remedies.append(subject.remedy("BF16, which has FP32's range and needs no loss scale", precision__dtype="bf16"))
     return remedies
 

@@ -13,6 +13,7 @@ from bevctl.config import foreign_facts
 from bevctl.config.foreign import ForeignConfig, is_foreign, read_foreign, read_foreign_dump
 from bevctl.config.load import load, to_dict
 from bevctl.config.sources import find
+from bevctl.diagnose.gpu_models import gpu_model
 from bevctl.errors import BevctlError
 from bevctl.monitor.facts import fixed_scale, fp16_of, last_segment
 from bevctl.runs.records import RunLog
@@ -63,6 +64,11 @@ class Setting:
     def half(self) -> bool:
         """Whether it is known to train in FP16."""
         return self.precision == "fp16"
+
+    @property
+    def may_use_bf16(self) -> bool:
+        """Whether no card of the run is known to lack it."""
+        return all(model is None or model.has_bf16 for model in map(gpu_model, self.gpu_names))
 
     @property
     def global_batch(self) -> int | None:

@@ -148,6 +148,7 @@ def _some(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+_BF16 = {"precision.dtype": "bf16"}
 _FP32_HEAD: tuple[str, Mapping[str, Any]] = (
     "the loss and the heads in FP32 (force_fp32 or autocast(enabled=False) there)",
     {},
@@ -201,7 +202,7 @@ SIGNATURES: dict[str, Signature] = {
         _flash_attention,
         (
             ("the ordinary attention in FP32 for a try", {}),
-            ("BF16 throughout", {"precision.dtype": "bf16"}),
+            ("BF16 throughout", _BF16),
         ),
         of_half=False,
     ),
@@ -290,5 +291,6 @@ def _finding(id: str, signature: Signature, clues: Clues, evidence: tuple[Eviden
         confidence *= UNTOLD
     severity = Severity.WARN if clues.in_trouble else Severity.INFO
     confidence *= 1.0 if clues.in_trouble else HARMLESS
-    fix = tuple(Remedy(dict(settings) if setting.own else {}, why) for why, settings in signature.remedies)
+    usable = [remedy for remedy in signature.remedies if setting.may_use_bf16 or remedy[1] != _BF16]
+    fix = tuple(Remedy(dict(settings) if setting.own else {}, why) for why, settings in usable)
     return DiagnoseFinding(id, severity, round(confidence, 2), signature.title, evidence, signature.cause, fix)

@@ -152,6 +152,13 @@ def test_batches_that_are_added_up_count(tmp_path: Path) -> None:
     assert [f.id for f in ask_log("nan", tmp_path, lines).findings if f.id == "LR002"] == []
 
 
+@pytest.mark.parametrize(("gpu", "offered"), [("NVIDIA A100-SXM4-40GB", True), ("Tesla V100-SXM2-32GB", False)])
+def test_bf16_is_offered_to_cards_that_have_it(tmp_path: Path, gpu: str, offered: bool) -> None:
+    lines = [*header(mmcv_config(more=CRASHING_FP16), "0", gpu), *windows(20, loss="nan")]
+    remedies = the(ask_log("nan", tmp_path, lines), "NAN001").fix
+    assert any(remedy.why.startswith("BF16") for remedy in remedies) == offered
+
+
 def test_an_auxiliary_head_and_a_run_whose_length_is_for_other_gpus(tmp_path: Path) -> None:
     more = "num_gpus = 8\nbatch_size = 2\n"
     heads = {
@@ -365,9 +372,10 @@ def test_what_shows_nothing_is_inconclusive(tmp_path: Path) -> None:
     assert the(answer, "NAN101").severity.value == "info"
     broken = tmp_path / "epoch_1.pth"
     broken.write_bytes(b"PK\x03\x04 cut off")
-    answer = ask("nan", None, checkpoint=broken)
-    assert answer.status is Status.INCONCLUSIVE
-    assert "was not read" in answer.looked_at[0]
+    write(tmp_path / "a.log", windows(3))
+    assert any("was not read" in said for said in ask("nan", tmp_path).looked_at)
+    with pytest.raises(BevctlError, match="truncated"):
+        ask("nan", None, checkpoint=broken)
 
 
 def test_what_cannot_be_read_is_an_error(tmp_path: Path) -> None:
