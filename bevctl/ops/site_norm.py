@@ -63,13 +63,12 @@ class SiteNorm(nn.BatchNorm1d):
         if not self.training:
             deviation = torch.rsqrt(self.running_var + self.eps)
             return torch.stack([self.running_mean, deviation, torch.zeros_like(deviation)])
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked += 1
         ops = passes(features)
         moments = ops.moments(features)
         if shared:
             moments = _gathered(ops.merge(moments))
-        statistics: Tensor = ops.finish(moments, self.running_mean, self.running_var, self.momentum, self.eps)
+        buffers = self.running_mean, self.running_var, self.num_batches_tracked
+        statistics: Tensor = ops.finish(moments, *buffers, self.momentum, self.eps)
         return statistics
 
 

@@ -26,13 +26,20 @@ def merge(moments: Tensor) -> Tensor:
     return torch.stack([total, middle, (square + count * (mean - middle).square()).sum(0)])
 
 
-def finish(moments: Tensor, running_mean: Tensor, running_var: Tensor, momentum: float, eps: float) -> Tensor:
-    """(3, C) mean, inverse deviation and inverse count; updates the running statistics, which stand in below two."""
+def finish(
+    moments: Tensor, running_mean: Tensor, running_var: Tensor, batches: Tensor | None, momentum: float, eps: float
+) -> Tensor:
+    """(3, C) mean, inverse deviation and inverse count; updates the running statistics, which stand in below two.
+
+    `batches` is the number of batches that went in, and counts this one if it does.
+    """
     count, mean, square = merge(moments)
     enough = count > 1
     mean = torch.where(enough, mean, running_mean)
     unbiased = torch.where(enough, square / (count - 1).clamp(min=1), running_var)
     variance = torch.where(enough, square / count.clamp(min=1), running_var)
+    if batches is not None:
+        batches += enough.any()
     running_mean.lerp_(mean.to(running_mean.dtype), momentum)
     running_var.lerp_(unbiased.to(running_var.dtype), momentum)
     return torch.stack([mean, torch.rsqrt(variance + eps), torch.where(enough, 1 / count.clamp(min=1), 0)])

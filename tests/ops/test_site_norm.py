@@ -64,6 +64,7 @@ def check(
         out = expected(norm, *inputs, relu) if exact else norm(*inputs, relu)
         assert out.dtype == kind
         gradients = torch.autograd.grad(out, [*leaves, norm.weight, norm.bias], weights.to(where, kind))
+        assert exact or norm.num_batches_tracked == int(training and rows > 1)
         results.append([out, *gradients, norm.running_mean, norm.running_var])
     for found, exactly in zip(*results, strict=True):
         scale = float(exactly.detach().abs().max()) if exactly.numel() else 1.0

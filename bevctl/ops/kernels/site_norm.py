@@ -7,10 +7,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_PROGRAMS = 256
-_ELEMENTS = 4096
+_PROGRAMS = 512
+_ELEMENTS = 2048
 """Numbers that a program holds at a time."""
 _CHANNELS_OF_MERGE = 16
+
+
+@triton.jit
+def _combine(count, mean, square):
+    """Count, mean and sum of squared distances to it of sets together, from those of each along axis 0."""
+    total = tl.sum(count, axis=0)
+    middle = tl.sum(count * mean, axis=0) / tl.maximum(total, 1.0)
+    distance = mean - middle[None, :]
+    return total, middle, tl.sum(square + count * distance * distance, axis=0)
 
 
 @triton.jit
@@ -18,26 +27,23 @@ def _moment_kernel(features, moments, rows, share, C: tl.constexpr, CHANNELS: tl
     channel = tl.arange(0, CHANNELS)
     begin = tl.program_id(0) * share
     end = tl.minimum(begin + share, rows)
-    count = tl.zeros((CHANNELS,), tl.float32)
-    mean = tl.zeros((CHANNELS,), tl.float32)
-    square = tl.zeros((CHANNELS,), tl.float32)
+    # Welford's update, each place of the block for itself: no sum across the block inside the loop.
+    count = tl.zeros((ROWS, CHANNELS), tl.float32)
+    mean = tl.zeros((ROWS, CHANNELS), tl.float32)
+    square = tl.zeros((ROWS, CHANNELS), tl.float32)
     for first in range(begin, end, ROWS):
         row = first + tl.arange(0, ROWS)
         valid = (row < end)[:, None] & (channel < C)[None, :]
         values = tl.load(features + row[:, None] * C + channel[None, :], mask=valid, other=0.0).to(tl.float32)
-        size = tl.minimum(end - first, ROWS).to(tl.float32)
-        middle = tl.sum(values, axis=0) / size
-        distance = tl.where(valid, values - middle[None, :], 0.0)
-        # Chan's rule for the moments of two sets.
-        step = middle - mean
-        total = count + size
-        square += tl.sum(distance * distance, axis=0) + step * step * count * size / total
-        mean += step * size / total
-        count = total
+        count += valid.to(tl.float32)
+        step = tl.where(valid, values - mean, 0.0)
+        mean += step / tl.maximum(count, 1.0)
+        square += step * (values - mean)
+    total, middle, spread = _combine(count, mean, square)
     out = moments + tl.program_id(0) * 3 * C + channel
-    tl.store(out, count, mask=channel < C)
-    tl.store(out + C, mean, mask=channel < C)
-    tl.store(out + 2 * C, square, mask=channel < C)
+    tl.store(out, total, mask=channel < C)
+    tl.store(out + C, middle, mask=channel < C)
+    tl.store(out + 2 * C, spread, mask=channel < C)
 
 
 @triton.jit
@@ -49,10 +55,7 @@ def _merge(moments, channel, sets, C: tl.constexpr, SETS: tl.constexpr):
     count = tl.load(place, mask=valid, other=0.0)
     mean = tl.load(place + C, mask=valid, other=0.0)
     square = tl.load(place + 2 * C, mask=valid, other=0.0)
-    total = tl.sum(count, axis=0)
-    middle = tl.sum(count * mean, axis=0) / tl.maximum(total, 1.0)
-    distance = mean - middle[None, :]
-    return total, middle, tl.sum(square + count * distance * distance, axis=0)
+    return _combine(count, mean, square)
 
 
 @triton.jit
@@ -66,8 +69,8 @@ def _merge_kernel(moments, merged, sets, C: tl.constexpr, SETS: tl.constexpr, CH
 
 @triton.jit
 def _finish_kernel(
-    moments, running_mean, running_var, statistics, sets, momentum, eps,
-    C: tl.constexpr, SETS: tl.constexpr, CHANNELS: tl.constexpr,
+    moments, running_mean, running_var, batches, statistics, sets, momentum, eps,
+    COUNT: tl.constexpr, C: tl.constexpr, SETS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < C
@@ -83,6 +86,8 @@ def _finish_kernel(
     tl.store(statistics + 2 * C + channel, tl.where(enough, 1 / tl.maximum(count, 1.0), 0.0), mask=inside)
     tl.store(running_mean + channel, old_mean + momentum * (mean - old_mean), mask=inside)
     tl.store(running_var + channel, old_var + momentum * (unbiased - old_var), mask=inside)
+    if COUNT and tl.program_id(0) == 0:
+        tl.store(batches, tl.load(batches) + tl.max(enough.to(tl.int64), axis=0))
 
 
 @triton.jit
@@ -131,18 +136,18 @@ def _sum_kernel(
     channel = tl.arange(0, CHANNELS)
     begin = tl.program_id(0) * share
     end = tl.minimum(begin + share, rows)
-    plain = tl.zeros((CHANNELS,), tl.float32)
-    weighted = tl.zeros((CHANNELS,), tl.float32)
+    plain = tl.zeros((ROWS, CHANNELS), tl.float32)
+    weighted = tl.zeros((ROWS, CHANNELS), tl.float32)
     for first in range(begin, end, ROWS):
         row = first + tl.arange(0, ROWS)
         valid = (row < end)[:, None] & (channel < C)[None, :]
         place = row[:, None] * C + channel[None, :]
         value = _passed(grad, out, place, valid, RELU)
-        plain += tl.sum(value, axis=0)
-        weighted += tl.sum(value * _normalised(features, place, valid, channel, statistics, C), axis=0)
+        plain += value
+        weighted += value * _normalised(features, place, valid, channel, statistics, C)
     into = sums + tl.program_id(0) * 2 * C + channel
-    tl.store(into, plain, mask=channel < C)
-    tl.store(into + C, weighted, mask=channel < C)
+    tl.store(into, tl.sum(plain, axis=0), mask=channel < C)
+    tl.store(into + C, tl.sum(weighted, axis=0), mask=channel < C)
 
 
 @triton.jit
@@ -186,13 +191,19 @@ def merge(moments: Tensor) -> Tensor:
     return merged
 
 
-def finish(moments: Tensor, running_mean: Tensor, running_var: Tensor, momentum: float, eps: float) -> Tensor:
-    """(3, C) mean, inverse deviation and inverse count; updates the running statistics, which stand in below two."""
+def finish(
+    moments: Tensor, running_mean: Tensor, running_var: Tensor, batches: Tensor | None, momentum: float, eps: float
+) -> Tensor:
+    """(3, C) mean, inverse deviation and inverse count; updates the running statistics, which stand in below two.
+
+    `batches` is the number of batches that went in, and counts this one if it does.
+    """
     sets, _, channels = moments.shape
     statistics = moments.new_empty(3, channels)
     _finish_kernel[_merge_grid(channels)](
-        moments, running_mean, running_var, statistics, sets, momentum, eps, **_merge_sizes(sets, channels)
-    )
+        moments, running_mean, running_var, moments if batches is None else batches, statistics, sets, momentum, eps,
+        COUNT=batches is not None, **_merge_sizes(sets, channels),
+    )  # fmt: skip
     return statistics
 
 
