@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from bevctl.ops.layer_norm import layer_norm
+from bevctl.ops.linear import linear
 
 
 class ConvBlock(nn.Module):
@@ -32,13 +33,33 @@ class ConvBlock(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """LayerNorm over the last axis, computed in float32, whose result has the autocast dtype."""
+    """LayerNorm over the last axis, computed in float32, whose result has the autocast dtype.
+
+    A `wide` one returns float32, as torch's does under autocast.
+    """
+
+    def __init__(self, channels: int, wide: bool = False) -> None:
+        super().__init__(channels)
+        self.wide = wide
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, C) → the same shape."""
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        dtype = torch.promote_types(x.dtype, torch.float32) if self.wide else autocast_dtype(x)
         return layer_norm(x, self.weight, self.bias, self.eps, dtype)
+
+
+class Linear(nn.Linear):
+    """Linear layer with a bias, for maps of many positions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, C_in) → (…, C)."""
+        return linear(x, self.weight, self.bias, autocast_dtype(x))
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The number format in which autocast multiplies `x`; its own without autocast."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def channels_last(x: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bevctl.config.schema import SwinConfig
-from bevctl.models.layers import LayerNorm, is_plain, recompute, recomputed_when_saved
+from bevctl.models.layers import LayerNorm, Linear, autocast_dtype, is_plain, recompute, recomputed_when_saved
 from bevctl.ops.layer_norm import scaled_residual
+from bevctl.ops.linear import linear
 from bevctl.ops.window_attention import window_attention
 
 MLP_RATIO = 4
@@ -57,8 +58,8 @@ class WindowAttention(nn.Module):
         self.window = window
         self.relative_position_bias_table = nn.Parameter(torch.zeros((2 * window - 1) ** 2, heads))
         self.register_buffer("relative_position_index", relative_position_index(window))
-        self.qkv = nn.Linear(channels, 3 * channels)
-        self.proj = nn.Linear(channels, channels)
+        self.qkv = Linear(channels, 3 * channels)
+        self.proj = Linear(channels, channels)
         nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
 
     def forward(self, x: Tensor, shift: int) -> Tensor:
@@ -91,7 +92,7 @@ class FeedForward(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         hidden = MLP_RATIO * channels
-        self.layers = nn.Sequential(nn.Sequential(nn.Linear(channels, hidden), nn.GELU()), nn.Linear(hidden, channels))
+        self.layers = nn.Sequential(nn.Sequential(Linear(channels, hidden), nn.GELU()), Linear(hidden, channels))
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, C) → the same."""
@@ -124,19 +125,35 @@ class SwinBlock(nn.Module):
         return summed
 
 
+class PatchProjection(nn.Conv2d):
+    """The convolution of whole patches as the matrix product that it is."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(3, channels, PATCH, stride=PATCH)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, 3, H, W), H and W multiples of 4 → (B, H / 4, W / 4, C)."""
+        dtype = autocast_dtype(images)
+        rows, columns = images.shape[2] // PATCH, images.shape[3] // PATCH
+        patches = images.to(dtype).unflatten(2, (rows, PATCH)).unflatten(4, (columns, PATCH))
+        flat = patches.permute(0, 2, 4, 1, 3, 5).flatten(3)
+        assert self.bias is not None
+        return linear(flat, self.weight.flatten(1), self.bias, dtype)
+
+
 class PatchEmbed(nn.Module):
-    """Pixels to tokens: one linear map of each 4 × 4 patch, then a norm."""
+    """Pixels to tokens: one linear map of each 4 × 4 patch, then a norm whose result stays in float32."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.projection = nn.Conv2d(3, channels, PATCH, stride=PATCH)
-        self.norm = nn.LayerNorm(channels)
+        self.projection = PatchProjection(channels)
+        self.norm = LayerNorm(channels, wide=True)
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, 3, H, W) → (B, ⌈H/4⌉, ⌈W/4⌉, C), zeros beyond the image."""
         height, width = images.shape[-2:]
         padded = F.pad(images, (0, -width % PATCH, 0, -height % PATCH))
-        tokens: Tensor = self.norm(self.projection(padded).permute(0, 2, 3, 1))
+        tokens: Tensor = self.norm(self.projection(padded))
         return tokens
 
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = 4096
+_TILE = 2048
 """Elements that a program holds at once."""
 _PROGRAMS_PER_PROCESSOR = 4
 _BLOCK = 1024
