@@ -61,13 +61,14 @@ class Witness:
         rank = next(bad, 0)
         return Witness([tokens for tokens, _ in seen], rank, seen[rank][1])
 
-    def sentence(self, outcome: StepOutcome, found: Nonfinite) -> str:
-        """The log line of the step: what it was, where, and with which samples."""
+    def sentence(self, outcome: StepOutcome, found: Nonfinite, scaled: bool) -> str:
+        """The log line of the step: what it was, where, with which samples and, where there is one, loss scale."""
+        scale = f"loss scale {outcome.record.loss_scale:.10g}; " if scaled else ""
         samples = ", ".join(self.tokens[self.rank]) or "unknown"
         several = f" of rank {self.rank}" if len(self.tokens) > 1 else ""
         return (
             f"Iteration {outcome.record.iter} skipped ({found.kind.replace('_', ' ')}): {found.where}; "
-            f"loss scale {outcome.record.loss_scale:.10g}; samples{several} {samples}"
+            f"{scale}samples{several} {samples}"
         )
 
 

@@ -99,7 +99,7 @@ class RunJournal:
         With `ring` a bundle of the step is kept too; everything must be as before the step then. Every rank must call.
         """
         seen = Witness.of(self.world, outcome)
-        message = seen.sentence(outcome, found)
+        message = seen.sentence(outcome, found, self.state.half)
         incident = None
         if ring is not None:
             try:
@@ -117,7 +117,7 @@ class RunJournal:
             "task": found.task,
             "parts": list(found.parts),
             "tokens": seen.tokens[seen.rank],
-            "loss_scale": outcome.record.loss_scale,
+            "loss_scale": outcome.record.loss_scale if self.state.half else None,
             "incident": None if incident is None else str(incident.relative_to(self.writer.work_dir)),
         }
         record = outcome.record

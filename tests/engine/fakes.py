@@ -49,6 +49,24 @@ class PointNet(nn.Module):
         }
 
 
+class OverflowingNet(PointNet):
+    """A model one part of which leaves the range of FP16 for the samples of one batch."""
+
+    def __init__(self) -> None:
+        super().__init__(plain=True)
+        self.gain = nn.Module()
+        self.gain.scale = nn.Linear(1, 1, bias=False)
+        self.gain.forward = self._gain
+        self.sabotage = self._overflow
+
+    def _gain(self, x: Tensor) -> Tensor:
+        return self.gain.scale(x * 3e4) / 3e4  # type: ignore[operator]
+
+    def _overflow(self, batch: Batch, loss: Tensor) -> Tensor:
+        factor = 30.0 if "sample-3" in batch.tokens else 0.1
+        return loss + 0.0 * self.gain((0.1 + loss).view(1, 1).clamp(max=1.0) * factor).float().sum()
+
+
 class PointData:
     """`SAMPLES` samples whose points come from (seed, epoch, index), as the real data set's augmentation does."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bevctl.batch import Batch
 from bevctl.engine import run as engine_run
@@ -22,7 +22,7 @@ from bevctl.errors import BevctlError, ExitCode
 from bevctl.monitor.report import Circumstances, report_on
 from bevctl.runs.source import open_source
 
-from .fakes import Bench, PointNet, point_config
+from .fakes import Bench, OverflowingNet, PointNet, point_config
 
 
 def _events(work_dir: Path, kind: str) -> list[dict[str, Any]]:
@@ -179,33 +179,10 @@ def test_a_budget_per_thousand_ends_a_run_that_recovers_each_time(tmp_path: Path
         bench.train(point_config(tmp_path / "run", train={"epochs": 9, "nonfinite_per_thousand": 2}))
 
 
-class _Overflowing(PointNet):
-    """A model one part of which leaves the range of FP16 for the samples of one batch."""
-
-    def __init__(self) -> None:
-        super().__init__(plain=True)
-        self.gain = nn.Module()
-        self.gain.scale = nn.Linear(1, 1, bias=False)
-        self.gain.forward = self._gain
-        self.sabotage = self._overflow
-
-    def _gain(self, x: Tensor) -> Tensor:
-        return self.gain.scale(x * 3e4) / 3e4  # type: ignore[operator]
-
-    def _overflow(self, batch: Batch, loss: Tensor) -> Tensor:
-        factor = 30.0 if "sample-3" in batch.tokens else 0.1
-        return loss + 0.0 * self.gain((0.1 + loss).view(1, 1).clamp(max=1.0) * factor).float().sum()
-
-
 def test_the_module_that_overflows_is_kept_in_fp32_from_there_on(
     tmp_path: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build(_: Any) -> _Overflowing:
-        model = _Overflowing()
-        bench.models.append(model)
-        return model
-
-    monkeypatch.setattr(engine_run, "build_model", build)
+    monkeypatch.setattr(engine_run, "build_model", lambda _: OverflowingNet())
     precision = {"dtype": "fp16", "init_scale": 1.0, "growth_interval": 100}
     config = point_config(tmp_path / "run", train={"on_nonfinite": "fp32_module", "epochs": 4}, precision=precision)
     bench.train(config, max_iters=16)

@@ -21,7 +21,7 @@ from bevctl.engine.dist import World, gather, on_main, process_group, world_from
 from bevctl.engine.incident import find_incidents, read_batches, read_incident
 from bevctl.errors import BevctlError, ExitCode
 
-from .fakes import Bench, point_config
+from .fakes import Bench, OverflowingNet, point_config
 
 NAN_AT, INFINITE_AT, SIGNAL_AT = 3, 5, 6
 CPU = torch.device("cpu")
@@ -62,6 +62,8 @@ def _rank(rank: int, folder: Path, ports: list[int]) -> None:
         "parameters": {name: value.tolist() for name, value in bench.models[-1].named_parameters()},
     }
     os.environ["MASTER_PORT"] = str(ports[1])
+    report["kept"] = _keep_in_fp32(folder / "kept", world)
+    os.environ["MASTER_PORT"] = str(ports[2])
     with process_group(world, CPU):
         report["gathered"] = gather(world, rank)
         try:
@@ -71,14 +73,26 @@ def _rank(rank: int, folder: Path, ports: list[int]) -> None:
     (folder / f"rank_{rank}.json").write_text(json.dumps(report))
 
 
+def _keep_in_fp32(work_dir: Path, world: World) -> dict[str, list[float]]:
+    """Trains a model that leaves the range of FP16 with one rank's samples; returns its parameters."""
+    precision = {"dtype": "fp16", "init_scale": 1.0, "growth_interval": 100}
+    config = point_config(work_dir, train={"on_nonfinite": "fp32_module"}, precision=precision)
+    with pytest.MonkeyPatch.context() as patch:
+        bench = Bench(patch, Console(io.StringIO(), io.StringIO()))
+        model = OverflowingNet()
+        patch.setattr(engine_run, "build_model", lambda _: model)
+        engine_run.train(config, engine_run.RunOptions(), world, bench.console)
+    return {name: value.flatten().tolist() for name, value in model.named_parameters()}
+
+
 def _refuse() -> None:
     raise BevctlError("rank 0 says no", "", ExitCode.RUN_FAILED)
 
 
 def test_ranks_share_skips_stops_and_weights(tmp_path: Path) -> None:
-    with socket.socket() as first, socket.socket() as second:
+    with socket.socket() as first, socket.socket() as second, socket.socket() as third:
         ports = []
-        for probe in (first, second):
+        for probe in (first, second, third):
             probe.bind(("127.0.0.1", 0))
             ports.append(probe.getsockname()[1])
     multiprocessing.spawn(_rank, (tmp_path, ports), nprocs=2)
@@ -96,6 +110,10 @@ def test_ranks_share_skips_stops_and_weights(tmp_path: Path) -> None:
     assert (tmp_path / "run" / f"iter_{SIGNAL_AT + 1}.pth").exists()
     assert "Stopped by a signal to another rank" in (tmp_path / "run" / "log.txt").read_text()
     _check_incidents(tmp_path / "run", [r["tokens"][NAN_AT - 1] for r in ranks])
+    assert ranks[0]["kept"] == ranks[1]["kept"]
+    told = [json.loads(line) for line in (tmp_path / "kept" / "events.jsonl").read_text().splitlines()]
+    assert [event["data"]["module"] for event in told if event["kind"] == "fp32_module"] == ["gain.scale"]
+    assert len([event for event in told if event["kind"] == "nonfinite"]) == 1
     assert [r["gathered"] for r in ranks] == [[0, 1]] * 2
     assert [r["refused"] for r in ranks] == [["rank 0 says no", ExitCode.RUN_FAILED]] * 2
 
