@@ -214,10 +214,20 @@ class TrainConfig:
     best: str = opt("", "metric of the best checkpoint: mAP, NDS or mIoU; empty: NDS, else mIoU")
     ema: float = opt(0.0, "decay of the weight average; 0 for none", low=0, high=0.99999)
     deterministic: bool = opt(False, "deterministic algorithms, slower on a GPU")
+    cuda_graphs: bool = opt(
+        True, "on a GPU, record the parts of fixed shape once and replay them; their memory stays allocated"
+    )
     compile: bool = opt(
         False, "torch.compile for the parts of fixed shape, on a GPU; numbers stay, a start takes longer"
     )
     sync_bn: bool = opt(False, "share BatchNorm statistics between GPUs")
+    gradient_compression: str = opt(
+        "none",
+        "number format of the gradients that GPUs exchange; fp16 halves what is sent and makes the loss scale smaller",
+        choices=("none", "fp16", "bf16"),
+    )
+    bucket_mb: float = opt(25.0, "size of a bucket of gradients that GPUs exchange at once, MiB", above=0)
+    static_graph: bool = opt(True, "several GPUs rely on every step using the same parameters")
     on_nonfinite: str = opt(
         "skip",
         "what follows a step that is not finite, beside skipping it: skip, nothing until the budget is used up; "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import os
 import platform
 import socket
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import bevctl
 from bevctl.batch import Batch
@@ -26,6 +24,7 @@ from bevctl.data.loader import EpochSampler, Reshuffle, make_loader
 from bevctl.data.nuscenes import NuScenesDataset
 from bevctl.engine.acceleration import accelerate
 from bevctl.engine.checkpoint import FORMAT, Checkpoint, Shelf, load_state, read_checkpoint
+from bevctl.engine.data_parallel import data_parallel
 from bevctl.engine.dist import World, broadcast_buffers, on_main, process_group, select_device
 from bevctl.engine.ema import WeightAverage
 from bevctl.engine.guard import NonfiniteGuard, Policy
@@ -258,10 +257,9 @@ def _train(
         if options.resume is not None and resumed.iteration >= plan.stop_at:
             journal.event("end", f"Nothing left to train: iteration {resumed.iteration} of {plan.stop_at} is done")
             return RunResult(ExitCode.OK, work_dir, resumed.iteration, None)
+        network = data_parallel(parts.state.model, world, parts.device, config.train)
         trainer = Trainer(
-            step=TrainStep(
-                parts.state, _distributed(parts), parts.schedule, parts.precision, clip=config.optim.clip, world=world
-            ),
+            step=TrainStep(parts.state, network, parts.schedule, parts.precision, clip=config.optim.clip, world=world),
             plan=plan,
             world=world,
             loader_for=parts.loader,
@@ -328,21 +326,6 @@ def _keeper(parts: Parts, work_dir: Path, meta: Mapping[str, Any]) -> IncidentKe
 def _global_batch(parts: Parts) -> int:
     setting = parts.state.setting
     return setting.batch * setting.world * setting.accumulate
-
-
-def _distributed(parts: Parts) -> nn.Module:
-    """The model, or DDP around it; BatchNorm statistics stay each rank's own (see `broadcast_buffers`)."""
-    if parts.world.size == 1:
-        return parts.state.model
-    wrapper = nn.parallel.DistributedDataParallel
-    renamed = "forward_sync_buffers" in inspect.signature(wrapper).parameters  # torch 2.14 deprecates the old name
-    unsynchronised: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
-    return wrapper(
-        parts.state.model,
-        device_ids=[parts.device.index] if parts.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        **unsynchronised,
-    )
 
 
 @contextlib.contextmanager
