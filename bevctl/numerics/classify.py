@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from bevctl.numerics.extent import Extent
 from bevctl.numerics.ledger import Known
 from bevctl.numerics.operation import Call
+from bevctl.numerics.record import Status
 
 CONSTANT = "a constant of the code is not finite"
 
 
-def classify(call: Call, known: Sequence[Known], outputs: Sequence[Extent]) -> tuple[str, str]:
+def classify(call: Call, known: Sequence[Known], outputs: Sequence[Extent]) -> tuple[Status, str]:
     """Status of an operation's record, and why: see `OpRecord.status`.
 
     Args:
@@ -25,8 +26,7 @@ def classify(call: Call, known: Sequence[Known], outputs: Sequence[Extent]) -> t
     bad_inputs = [k for k in known if k.extent.bad]
     culpable = any(not k.declared for k in bad_inputs)
     if not any(extent.bad for extent in outputs):
-        hides = culpable and traits.masking is not None
-        return ("masks", traits.masking.reason) if hides and traits.masking is not None else ("fine", "")
+        return ("masks", traits.masking.reason) if culpable and traits.masking is not None else ("fine", "")
     if culpable:
         return "inherits", ""
     excuse = _excuse(call, bad_inputs, outputs)

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from bevctl.numerics.inputs import InputFault
-from bevctl.numerics.record import Culprit, OpRecord, Source, Verdict
+from bevctl.numerics.record import Culprit, OpRecord, Source, SourceKind, Verdict, VerdictKind
 
 GRADIENT = "gradient of "
-_SOURCE_VERDICTS = {"data": "data", "weight": "weights", "unseen": "unknown"}
+_SOURCE_VERDICTS: dict[SourceKind, VerdictKind] = {"data": "data", "weight": "weights", "unseen": "unknown"}
 
 
 @dataclass(frozen=True)
@@ -113,26 +113,28 @@ class _Walk:
 def _culprit(
     cause: int, walk: _Walk, reached: Sequence[str], mask: OpRecord | None, faults: Sequence[InputFault]
 ) -> Culprit:
-    if cause < 0:
-        source = walk.sources[-1 - cause]
-        record, kind, samples = _first_reader(cause, walk), source.kind, source.samples or None
-        verdict = Verdict(_SOURCE_VERDICTS[kind], _said(source))
-    else:
-        source, record = None, walk.records[cause]
-        kind = "operation" if record.status == "origin" else "unseen"
-        verdict, samples = _judged_with_data(record, walk, faults)
     loss_is_bad = any(not name.startswith(GRADIENT) for name in reached)
-    return Culprit(
-        kind=kind,
-        record=record,
-        verdict=verdict,
+    found = _of_source(cause, walk) if cause < 0 else _of_record(walk.records[cause], walk, faults)
+    return dataclasses.replace(
+        found,
         reached=tuple(reached),
         masked_by=None if loss_is_bad else mask,
-        source=source,
-        samples=samples,
         inherited=len(walk.inheritors(cause)),
         faults=tuple(faults),
     )
+
+
+def _of_source(cause: int, walk: _Walk) -> Culprit:
+    source = walk.sources[-1 - cause]
+    # The first record that read something non-finite of it.
+    record = next(record for record in walk.records.values() if cause in record.bad_parents)
+    verdict = Verdict(_SOURCE_VERDICTS[source.kind], _said(source))
+    return Culprit(source.kind, record, verdict, source=source, samples=source.samples or None)
+
+
+def _of_record(record: OpRecord, walk: _Walk, faults: Sequence[InputFault]) -> Culprit:
+    verdict, samples = _judged_with_data(record, walk, faults)
+    return Culprit("operation" if record.status == "origin" else "unseen", record, verdict, samples=samples)
 
 
 def _judged_with_data(
@@ -151,19 +153,14 @@ def _judged_with_data(
     return own, tuple(indices) if record.samples is None and len(indices) == 1 else record.samples
 
 
-def _first_reader(cause: int, walk: _Walk) -> OpRecord:
-    """The first record that read something non-finite of a source."""
-    return next(record for record in walk.records.values() if cause in record.bad_parents)
-
-
 def _said(source: Source) -> str:
     extent = source.extent
     return f"{source.name or 'a tensor from outside the trace'} holds {extent.nan} NaN and {extent.inf} infinite values"
 
 
 def _from_error(record: OpRecord, faults: Sequence[InputFault]) -> Culprit:
-    kind = "data" if faults else "code"
-    return Culprit("operation", record, Verdict(kind, record.note), faults=tuple(faults))
+    verdict = Verdict("data" if faults else "code", record.note)
+    return Culprit("operation", record, verdict, faults=tuple(faults))
 
 
 def inheritors_of(records: Sequence[OpRecord], sources: Sequence[Source], culprit: Culprit) -> list[OpRecord]:

@@ -79,22 +79,23 @@ class Places:
         return place or NOWHERE
 
     def _on_stack(self) -> tuple[Place, bool]:
-        """The innermost line outside torch, and the innermost module; and whether there was a module."""
+        """The innermost module and the innermost line outside torch; and whether there was a module."""
+        module: str | None = None
+        caller: FrameType | None = None
         frame: FrameType | None = sys._getframe(2)
-        line: tuple[str, int, str] = ("", 0, "")
-        while frame is not None:
+        while frame is not None and (module is None or caller is None):
             kind = _kind(frame.f_code)
             if kind == "engine":
                 break
-            if kind == "user" and not line[0]:
-                line = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-            module = self._module(frame)
-            if module is not None and line[0]:
-                return Place(module, *line), True
-            if module is not None:
-                return Place(module, *_first_line_outside(frame)), True
+            if kind == "user" and caller is None:
+                caller = frame
+            if module is None:
+                module = self._module(frame)
             frame = frame.f_back
-        return Place("", *line), False
+        if caller is None:
+            return Place(module or "", "", 0), module is not None
+        code = caller.f_code
+        return Place(module or "", code.co_filename, caller.f_lineno, code.co_name), module is not None
 
     def _module(self, frame: FrameType) -> str | None:
         code = frame.f_code
@@ -102,14 +103,6 @@ class Places:
             return None
         owner = frame.f_locals.get("self")
         return self._names.get(id(owner)) if isinstance(owner, nn.Module) else None
-
-
-def _first_line_outside(frame: FrameType | None) -> tuple[str, int, str]:
-    while frame is not None:
-        if _kind(frame.f_code) == "user":
-            return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
-        frame = frame.f_back
-    return "", 0, ""
 
 
 @functools.lru_cache(maxsize=4096)

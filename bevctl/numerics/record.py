@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from bevctl.numerics.extent import Extent
 from bevctl.numerics.inputs import InputFault
 from bevctl.numerics.place import Place
+
+VerdictKind = Literal["overflow", "underflow", "data", "weights", "code", "unknown"]
+Phase = Literal["forward", "recompute", "backward", "outside"]
+Status = Literal["fine", "origin", "inherits", "declared", "masks", "raised"]
+SourceKind = Literal["data", "weight", "unseen"]
+CulpritKind = Literal["operation", "data", "weight", "unseen"]
 
 
 @dataclass(frozen=True)
 class Verdict:
     """Why an operation's result is not finite, from doing it again on the same inputs in a wider format."""
 
-    kind: str
-    """overflow, underflow, data, weights, code or unknown."""
+    kind: VerdictKind
+    """Overflow and underflow are of the number format; code: the operation is not defined for these numbers."""
     what: str
     """One sentence with numbers."""
     wide: Extent | None = None
@@ -34,8 +41,8 @@ class OpRecord:
 
     index: int
     """Position in the trace."""
-    phase: str
-    """forward, recompute (a forward pass done again in the backward pass), backward, or outside (around the model)."""
+    phase: Phase
+    """recompute: a forward pass done again in the backward pass; outside: around the model."""
     op: str
     """Such as aten.mm.default."""
     node: str
@@ -48,8 +55,8 @@ class OpRecord:
     """Where each input came from: index of a record, or −1 − index of a source."""
     is_gradient: bool = False
     """Whether its numbers grow with the loss scale: what a backward pass makes of activations alone does not."""
-    status: str = "fine"
-    """fine; origin (finite inputs, non-finite output); inherits; declared (legitimately non-finite); masks; raised."""
+    status: Status = "fine"
+    """origin: finite inputs, non-finite output; declared: legitimately non-finite; masks: the other way round."""
     note: str = ""
     """Why it is declared, what it masks, or what it raised."""
     verdict: Verdict | None = None
@@ -73,8 +80,8 @@ class Source:
 
     name: str
     """batch.points[1], the name of a weight, or "" for an unknown one."""
-    kind: str
-    """data, weight, or unseen (written by code that torch does not see, or made before the trace)."""
+    kind: SourceKind
+    """unseen: made before the trace, or by code that torch does not see."""
     extent: Extent
     declared: str = ""
     """Why it may be not finite."""
@@ -87,8 +94,8 @@ class Source:
 class Culprit:
     """The first thing that was not finite, and what follows from it."""
 
-    kind: str
-    """operation, data, weight or unseen."""
+    kind: CulpritKind
+    """unseen: memory that changed without an operation of torch."""
     record: OpRecord
     """The operation that broke; of data and weights, the first one that read them."""
     verdict: Verdict

@@ -21,7 +21,7 @@ from bevctl.numerics.operation import Call, floating_tensors, traits_of, written
 from bevctl.numerics.place import Place, Places
 from bevctl.numerics.ranges import RangeCounter
 from bevctl.numerics.recent import RecentCalls
-from bevctl.numerics.record import Culprit, OpRecord, Source
+from bevctl.numerics.record import Culprit, OpRecord, Phase, Source
 from bevctl.numerics.verdict import judge
 from bevctl.ops.backend import forced
 
@@ -162,6 +162,7 @@ class Trace(TorchDispatchMode):
 
     def _record(self, call: Call, node: Node | None, read: Sequence[Tensor], known: Sequence[Known]) -> OpRecord:
         """The record of a call before it runs."""
+        phase: Phase
         if node is None:
             place = self._places.of_forward(any(t.requires_grad for t in read))
             phase = "forward" if self._depth else "outside"

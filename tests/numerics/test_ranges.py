@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from bevctl.numerics.extent import measure
 from bevctl.numerics.place import Place
 from bevctl.numerics.ranges import ModuleRange, RangeCounter
-from bevctl.numerics.record import OpRecord
+from bevctl.numerics.record import OpRecord, Phase
 from bevctl.numerics.trace import Trace
 
 
-def _counted(tensor: Tensor, phase: str = "forward", gradient: bool = False) -> list[ModuleRange]:
+def _counted(tensor: Tensor, phase: Phase = "forward", gradient: bool = False) -> list[ModuleRange]:
     counter = RangeCounter()
     record = OpRecord(
         0, phase, "aten.mul.Tensor", "", Place("part", "file.py", 3), (), tuple(measure([tensor])), is_gradient=gradient
