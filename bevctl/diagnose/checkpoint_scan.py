@@ -51,7 +51,12 @@ def scan_checkpoints(paths: Sequence[Path], half: bool, say: Callable[[str], Non
             continue
         found = [*_of_report(report), *_impossible(report), *(_beyond_half(report) if half else ())]
         if not any(finding.severity is Severity.FAIL for finding in found):
-            looked_at.append(f"{path}: weights, statistics, optimizer and loss scale are finite")
+            fresh = (
+                "; it holds no loss scale, so that FP16 starts with a fresh one"
+                if half and not report.loss_scaler
+                else ""
+            )
+            looked_at.append(f"{path}: weights, statistics, optimizer and loss scale are finite{fresh}")
             return Scan((*_told(bad, path), *found), path, tuple(looked_at))
         bad.append((path, found))
     return Scan(tuple(_told(bad, None)), None, tuple(looked_at))

@@ -18,6 +18,7 @@ from bevctl.diagnose.source import Passage, scan_source
 from bevctl.diagnose.subject import Subject, from_alarm, read_subject
 from bevctl.engine.nonfinite import BENIGN
 from bevctl.finding import Evidence, Severity
+from bevctl.monitor.alarms.scale import FLOOR
 from bevctl.monitor.view import Alarm, View
 from bevctl.preflight.half_weights import find as find_half_calls
 from bevctl.runs.records import EventRecord
@@ -76,6 +77,7 @@ def _symptoms(subject: Subject, onset: Onset | None, scan: Scan) -> Iterator[Dia
         more = [] if added else more
     if all(alarm.severity is Severity.INFO for alarm in subject.alarms(*SYMPTOMS)):
         yield from _noted(subject, more)
+        yield from _sunken_scale(subject)
 
 
 def _is_told(evidence: Evidence, told: Sequence[Evidence]) -> bool:
@@ -112,6 +114,25 @@ def _noted(subject: Subject, more: Sequence[Evidence]) -> Iterator[DiagnoseFindi
             "The run tells the search for a loss scale from failures, step by step; these are failures.",
             (Remedy({}, "`--replay` on the incident that was kept, if one was: it names the operation"),),
         )
+
+
+def _sunken_scale(subject: Subject) -> Iterator[DiagnoseFinding]:
+    """A loss scale below 1 in messages about skipped steps, which apex and DeepSpeed print."""
+    events = [] if subject.view is None else subject.view.events("skipped_step")
+    scales = [(event, scale) for event in events if isinstance(scale := event.data.get("loss_scale"), int | float)]
+    if not scales or scales[-1][1] >= FLOOR:
+        return
+    shown = [scales[0], *([scales[-1]] if len(scales) > 1 else [])]
+    yield DiagnoseFinding(
+        "SCALE002",
+        Severity.FAIL,
+        SYMPTOMS["SCALE002"],
+        f"The loss scale fell to {scales[-1][1]:g}",
+        tuple(Evidence(event.where or "log", event.message) for event, _ in shown),
+        "Every step overflows, so that the scale was halved until nothing was left of it: NaN comes from the forward "
+        "pass, which no scale helps, or gradients diverge.",
+        (Remedy({}, "resume from before the scale fell, in BF16 or FP32, or with the part that overflows in FP32"),),
+    )
 
 
 def _failed_steps(view: View) -> list[EventRecord]:

@@ -80,7 +80,8 @@ def _first_row(bad: Mask, late: Mask) -> int:
 def _phase(view: View, setting: Setting, iteration: float) -> str:
     near = [start for start in view.starts if start < iteration <= start + max(SETTLING_ITERS, view.history.interval)]
     if near:
-        return "right after a start or a resume, while the loss scale is still being found"
+        searching = ", while the loss scale is being found" if setting.half else ""
+        return f"in the first iterations after a start or a resume{searching}"
     if setting.warmup and view.is_fresh and iteration <= setting.warmup:
         return f"during the warm-up of {setting.warmup} iterations"
     return f"late, after {_records(int((view.history.iters < iteration).sum()))}"

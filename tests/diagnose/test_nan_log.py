@@ -282,6 +282,13 @@ def test_lines_of_the_log_that_name_the_trouble(tmp_path: Path, line: str, meani
     assert finding.evidence[0].where.endswith(".log:6")
 
 
+@pytest.mark.parametrize(("drops", "expected"), [(10, {}), (20, {"SCALE002": "fail"})])
+def test_a_loss_scale_that_apex_halves(tmp_path: Path, drops: int, expected: dict[str, str]) -> None:
+    said = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to"
+    answer = ask_log("nan", tmp_path, [f"{said} {2.0 ** (16 - n)}" for n in range(1, drops + 1)])
+    assert found(answer) == expected
+
+
 def test_a_scheduler_that_steps_first_is_harmless(tmp_path: Path) -> None:
     line = "UserWarning: Detected call of `lr_scheduler.step()` before `optimizer.step()`. In PyTorch 1.1.0 and later"
     answer = ask_log("nan", tmp_path, [line, *windows(12)])
@@ -353,6 +360,15 @@ def test_moments_and_averages_are_looked_at_too(tmp_path: Path) -> None:
     told = evidence(the(ask("nan", None, checkpoint=path), "FILE005"))
     assert "optimizer moments: 1 tensors" in told
     assert "averaged weights: 1 tensors" in told
+
+
+@pytest.mark.parametrize("scale", [None, 512.0])
+def test_a_checkpoint_of_an_fp16_run_without_its_loss_scale(tmp_path: Path, scale: float | None) -> None:
+    config = tmp_path / "a.py"
+    config.write_text(mmcv_config(more=CRASHING_FP16))
+    answer = ask("nan", None, checkpoint=mmcv_checkpoint(tmp_path / "epoch_2.pth", scale), config=str(config))
+    assert answer.status is Status.CLEAR
+    assert ("fresh one" in answer.looked_at[-1]) == (scale is None)
 
 
 def test_weights_that_fp16_cannot_hold_matter_in_fp16(tmp_path: Path) -> None:
