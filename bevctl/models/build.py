@@ -38,13 +38,14 @@ _STATIC_PARTS = {
     "encoders.camera.vtransform.downsample": "camera",
     "fuser": None,
     "decoder": "decoder",
-    "heads.map.classifier": None,
+    "heads.object": None,
+    "heads.map": None,
 }
 """Modules whose tensors have the same shapes in every step, and what recomputes their activations when asked to."""
 
 
 def static_parts(model: ModelConfig) -> list[str]:
-    """Names of modules that torch.compile can take as a whole: shapes never change, and nothing is recomputed."""
+    """Names of modules to compile or record as a whole: shapes never change, and no activations are recomputed."""
     return [name for name, part in _STATIC_PARTS.items() if part not in model.checkpointing]
 
 

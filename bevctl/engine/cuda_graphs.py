@@ -1,0 +1,150 @@
+"""CUDA graphs for the parts of a model whose shapes never change.
+
+A small batch leaves a GPU waiting for Python: a kernel takes 5 µs to run, and 20 to be asked for. A recorded pass is
+asked for once. It works on tensors at fixed addresses, which stay allocated from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from bevctl.engine.stand_in import Report, StandIn, state_kept, tensors_in, with_tensors
+
+_WARM_UP = 2
+"""Passes before the recording: libraries choose their kernels and allocate their workspaces in the first."""
+
+
+def record_parts(model: nn.Module, names: Iterable[str], report: Report) -> list[str]:
+    """Lets the modules of `model` called `names`, as far as it has them, run as CUDA graphs while they train.
+
+    Their `forward` is wrapped in place; names of parameters stay. Returns the names found.
+    """
+    modules = dict(model.named_modules())
+    found = [name for name in names if name in modules]
+    for name in found:
+        modules[name].forward = RecordedForward(name, modules[name], report)
+    return found
+
+
+class RecordedForward(StandIn):
+    """A module's forward as a CUDA graph; inputs of other shapes than the first run as they are."""
+
+    kind = "CUDA graphs"
+
+    def __init__(self, name: str, module: nn.Module, report: Report) -> None:
+        super().__init__(name, module, report)
+        self._recording: Recording | None = None
+        self._setting: tuple[Any, ...] = ()
+
+    def run(self, *inputs: Any) -> Any:
+        setting = self._current_setting()
+        if self._recording is None or setting != self._setting:
+            self._recording, self._setting = None, setting  # memory first
+            with state_kept(self.module):
+                parameters = [p for p in self.module.parameters() if p.requires_grad]
+                self._recording = Recording(self.plain, inputs, parameters)
+        if not self._recording.takes(inputs):
+            return self.plain(*inputs)
+        return self._recording.run(inputs)
+
+    def _current_setting(self) -> tuple[Any, ...]:
+        """What the recorded kernels depend on, beside the inputs: number formats, and wrappers around submodules."""
+        wrapped = sum("forward" in vars(module) for module in self.module.modules())
+        return wrapped, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+
+
+class Recording:
+    """Forward and backward pass of `forward` on inputs like `inputs`, recorded.
+
+    Args:
+        forward: function of tensors, nested in lists, tuples or dataclasses, and `parameters`, to the same.
+        inputs: its arguments, on a GPU.
+        parameters: leaves that get gradients; read where they lie whenever a pass runs.
+    """
+
+    def __init__(self, forward: Callable[..., Any], inputs: Sequence[Any], parameters: Sequence[Tensor]) -> None:
+        self._inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors_in(inputs)]
+        self.parameters = list(parameters)
+        leaves = [t for t in self._inputs if t.requires_grad] + self.parameters
+        arguments = with_tensors(list(inputs), iter(self._inputs))
+        enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        # A cache would hand halves of the weights from one recording to another.
+        with torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False):
+            _warm_up(forward, arguments, leaves)
+            self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            # Threads that pin memory may go on meanwhile.
+            with torch.cuda.graph(self._forward, capture_error_mode="thread_local"):
+                result = forward(*arguments)
+            outputs = list(tensors_in(result))
+            ends = [t for t in outputs if t.requires_grad]
+            self._output_grads = [torch.empty_like(t) for t in ends]
+            with torch.cuda.graph(self._backward, pool=self._forward.pool(), capture_error_mode="thread_local"):
+                gradients = torch.autograd.grad(ends, leaves, self._output_grads, allow_unused=True)
+        self.differentiable = [t.requires_grad for t in outputs]
+        self.outputs = [t.detach() for t in outputs]
+        self._result = with_tensors(result, iter(self.outputs))
+        found = iter(gradients)
+        self._input_grads = [next(found) if t.requires_grad else None for t in self._inputs]
+        self._parameter_grads = list(found)
+        self.runs = 0
+
+    def takes(self, inputs: Sequence[Any]) -> bool:
+        """Whether `inputs` have the shapes and types of the recorded ones."""
+
+        def form(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
+            return [(t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]
+
+        return form(tensors_in(inputs)) == form(self._inputs)
+
+    def run(self, inputs: Sequence[Any]) -> Any:
+        """The result for `inputs`, valid until the next run."""
+        outputs = _Replay.apply(self, *tensors_in(inputs), *self.parameters)
+        return with_tensors(self._result, iter(outputs))
+
+    def replay_forward(self, inputs: Sequence[Tensor]) -> None:
+        torch._foreach_copy_([t.detach() for t in self._inputs], [t.detach() for t in inputs])
+        self._forward.replay()
+        self.runs += 1
+
+    def replay_backward(self, output_grads: Sequence[Tensor]) -> list[Tensor | None]:
+        """Gradients of inputs, valid until the next run, and of parameters."""
+        torch._foreach_copy_(self._output_grads, list(output_grads))
+        self._backward.replay()
+        # Gradients of parameters are kept and added up, so that they must not lie at the fixed addresses.
+        copies = iter(torch._foreach_mul([t for t in self._parameter_grads if t is not None], 1.0))
+        return [*self._input_grads, *(None if t is None else next(copies) for t in self._parameter_grads)]
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, recording: Recording, *tensors: Tensor) -> tuple[Tensor, ...]:
+        recording.replay_forward(tensors[: len(tensors) - len(recording.parameters)])
+        ctx.recording, ctx.run = recording, recording.runs
+        outputs = tuple(t.detach() for t in recording.outputs)
+        unchecked = zip(outputs, recording.differentiable, strict=True)
+        ctx.mark_non_differentiable(*(t for t, differentiable in unchecked if not differentiable))
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        recording: Recording = ctx.recording
+        if ctx.run != recording.runs:
+            raise RuntimeError("a recorded forward pass ran again before the backward pass of its last run")
+        wanted = [g for g, differentiable in zip(grads, recording.differentiable, strict=True) if differentiable]
+        return None, *recording.replay_backward(wanted)
+
+
+def _warm_up(forward: Callable[..., Any], arguments: Sequence[Any], leaves: Sequence[Tensor]) -> None:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_UP):
+            ends = [t for t in tensors_in(forward(*arguments)) if t.requires_grad]
+            torch.autograd.grad(ends, leaves, [torch.zeros_like(t) for t in ends], allow_unused=True)
+    torch.cuda.current_stream().wait_stream(stream)
