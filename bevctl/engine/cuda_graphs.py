@@ -53,9 +53,10 @@ class RecordedForward(StandIn):
         return self._recording.run(inputs)
 
     def _current_setting(self) -> tuple[Any, ...]:
-        """What the recorded kernels depend on, beside the inputs: number formats, and wrappers around submodules."""
-        wrapped = sum("forward" in vars(module) for module in self.module.modules())
-        return wrapped, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        """What the recorded kernels depend on, beside the inputs: number formats, modes and wrappers of submodules."""
+        modules = [vars(module) for module in self.module.modules()]
+        wrapped, training = sum("forward" in m for m in modules), sum(m["training"] for m in modules)
+        return wrapped, training, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
 
 
 class Recording:

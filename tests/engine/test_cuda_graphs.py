@@ -109,6 +109,16 @@ def test_a_module_that_moves_to_fp32_is_recorded_anew() -> None:
     assert reports == []
 
 
+def test_a_module_whose_dropout_is_switched_off_is_recorded_anew() -> None:
+    part = Part()
+    _, reports = recorded(part)
+    x = torch.randn(64, 3, device=CUDA)
+    assert int((part(x) == 0).sum()) > 64, "half of them dropped"
+    part.drop.eval()
+    assert int((part(x) == 0).sum()) == 0
+    assert reports == []
+
+
 def test_a_part_that_waits_for_the_device_is_reported() -> None:
     class Waiting(Part):
         def forward(self, x: Tensor) -> Tensor:
