@@ -63,7 +63,8 @@ def _in_effect(subject: Subject) -> str | None:
     compared = None if subject.alarms("TASK002") else compare(view)  # a run that lacks a head does not compare
     if compared is not None and compared.memory[0] < SAME and compared.time[0] < SAME:
         return f"Against the FP32 run: memory x {compared.memory[0]:.2f}, time x {compared.time[0]:.2f}."
-    if subject.setting.half and overflows(view) is not None:
+    found = overflows(view) if subject.setting.half else None
+    if found is not None and not found.is_frequent and not found.no_step_taken:
         return "Gradients overflowed now and then, as they only do where a loss scale is at work: FP16 is in effect."
     return None
 

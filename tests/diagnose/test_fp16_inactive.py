@@ -188,6 +188,11 @@ def test_a_run_that_counts_its_matrix_products(
     assert (found(answer), answer.status) == (expected, status)
 
 
+def test_gradients_that_are_never_finite_prove_nothing(tmp_path: Path) -> None:
+    answer = ask_log("fp16-inactive", tmp_path, [*header(FP16, "0"), *windows(40, grad_norm="nan")])
+    assert answer.status is Status.INCONCLUSIVE
+
+
 def test_what_cannot_be_told_is_inconclusive(tmp_path: Path) -> None:
     answer = ask_log("fp16-inactive", tmp_path, windows(30))
     assert (answer.status, list(answer.findings)) == (Status.INCONCLUSIVE, [])
