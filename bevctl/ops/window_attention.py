@@ -115,17 +115,23 @@ def from_windows(windows: Tensor, height: int, width: int) -> Tensor:
     return x.transpose(2, 3).reshape(batch, height, width, channels)
 
 
-# Operators of their own, so that torch.compile calls the kernels and does not look inside.
+# Operators of their own, so that torch.compile calls the kernels and does not look inside. The schemas are written out:
+# torch 2.4 cannot read them from annotations that are strings.
+_SCHEMA = "Tensor qkv, Tensor padding, Tensor bias, int window, int shift"
 
 
-@torch.library.custom_op("bevctl::window_attention", mutates_args=())
+@torch.library.custom_op("bevctl::window_attention", mutates_args=(), schema=f"({_SCHEMA}) -> Tensor")
 def _fused(qkv: Tensor, padding: Tensor, bias: Tensor, window: int, shift: int) -> Tensor:
     from bevctl.ops.kernels.window_attention import forward
 
     return forward(qkv.contiguous(), padding.contiguous(), bias.contiguous(), window, shift, MASKED)
 
 
-@torch.library.custom_op("bevctl::window_attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "bevctl::window_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, {_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+)
 def _fused_backward(
     grad: Tensor, qkv: Tensor, padding: Tensor, bias: Tensor, window: int, shift: int
 ) -> tuple[Tensor, Tensor, Tensor]:
