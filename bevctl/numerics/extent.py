@@ -36,23 +36,22 @@ class Extent:
 
 
 def measure(tensors: Sequence[Tensor]) -> list[Extent]:
-    """The extents of floating-point tensors. Waits for the device once, or twice where something is not finite."""
-    sizes = [tensor.numel() for tensor in tensors]
-    ends = [torch.stack(torch.aminmax(t)).double() for t, size in zip(tensors, sizes, strict=True) if size]
-    numbers = iter(_to_host(ends))
+    """The extents of floating-point tensors. Waits for the device once, and once more for each that is not finite."""
+    pairs = iter(_to_host([torch.stack(torch.aminmax(tensor)) for tensor in tensors if tensor.numel()]))
     extents = []
-    for tensor, size in zip(tensors, sizes, strict=True):
-        low, high = next(numbers) if size else (0.0, 0.0)
+    for tensor in tensors:
+        low, high = next(pairs) if tensor.numel() else (0.0, 0.0)
         finite = low - low == high - high == 0
         extents.append(Extent(tensor.dtype, tuple(tensor.shape), low, high) if finite else _measure_bad(tensor))
     return extents
 
 
 def _to_host(pairs: list[Tensor]) -> list[list[float]]:
-    if len({pair.device for pair in pairs}) > 1:
-        return [pair.tolist() for pair in pairs]
-    rows: list[list[float]] = torch.stack(pairs).tolist() if pairs else []
-    return rows
+    """The numbers of small tensors, copied together where they are of one kind."""
+    if len(pairs) > 1 and len({(pair.device, pair.dtype) for pair in pairs}) == 1:
+        rows: list[list[float]] = torch.stack(pairs).tolist()
+        return rows
+    return [pair.tolist() for pair in pairs]
 
 
 def _measure_bad(tensor: Tensor) -> Extent:

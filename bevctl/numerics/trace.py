@@ -152,7 +152,7 @@ class Trace(TorchDispatchMode):
         call = call.kept()
         try:
             result = func(*args, **kwargs)
-        except RuntimeError as error:
+        except (RuntimeError, IndexError, ValueError) as error:
             self._keep(dataclasses.replace(record, status="raised", note=str(error).strip().split("\n")[0]))
             raise
         outputs = written_tensors(call.traits, args, kwargs, result)

@@ -257,13 +257,13 @@ def test_bad_data_is_named_with_the_sample() -> None:
 
 
 def test_an_operation_that_raises_is_the_culprit() -> None:
-    model = Chain(torch.linalg.inv)
-    with pytest.raises(RuntimeError), Trace(model) as trace:
+    model = Chain(lambda x: x.index_select(0, torch.tensor([9])))
+    with pytest.raises((RuntimeError, IndexError)), Trace(model) as trace:
         model(torch.zeros(4, 4))
     culprit = trace.first_bad()
     assert culprit is not None
     assert (culprit.record.status, culprit.module, culprit.verdict.kind) == ("raised", "middle", "code")
-    assert "singular" in culprit.verdict.what
+    assert "index out of range" in culprit.verdict.what
 
 
 @dataclass
