@@ -89,13 +89,11 @@ class IncidentKeeper:
 
     def keep(
         self, outcome: StepOutcome, found: Nonfinite, seen: Witness, ring: Sequence[RingEntry], message: str
-    ) -> Path | None:
-        """Writes the bundle of a step; weights, optimizer, average and statistics must be those from before it.
-
-        Returns its folder; None where there is no room for it.
+    ) -> Path:
+        """Writes the bundle of a step and returns its folder; weights, moments and statistics must be from before it.
 
         Raises:
-            BevctlError: the disk refuses.
+            BevctlError: it is too large, or the disk refuses.
         """
         state = self._state_before(outcome, ring)
         return self.shelf.put(self._incident(outcome, found, seen, ring, message), state, outcome.facts.batches)
@@ -182,25 +180,22 @@ class IncidentShelf:
     def _has_room(self) -> bool:
         return len(find_incidents(self.work_dir)) < self.limit
 
-    def put(self, incident: Incident, state: Mapping[str, Any], batches: Sequence[Batch]) -> Path | None:
-        """Writes a bundle that `admits` has a place for.
+    def put(self, incident: Incident, state: Mapping[str, Any], batches: Sequence[Batch]) -> Path:
+        """Writes a bundle that `admits` has a place for; returns its folder.
 
         Args:
             state: content of a checkpoint before the step.
-            batches: of this rank.
-
-        Returns:
-            Its folder; None where the state is larger than what is left of the size limit.
+            batches: of this rank; left out where only they are too large.
 
         Raises:
-            BevctlError: the disk refuses; nothing is left behind.
+            BevctlError: the state is larger than what is left of the size limit, or the disk refuses; nothing is left
+                behind.
         """
         fields = [plain_batch(batch) for batch in batches]
         sizes = gather(self.world, _byte_size(fields))
-        plan = on_main(self.world, lambda: self._prepare(incident.kind, _byte_size(state), sum(sizes)))
-        if plan is None:
-            return None
-        temporary, with_batches = plan
+        temporary, with_batches, weaker = on_main(
+            self.world, lambda: self._prepare(incident.kind, _byte_size(state), sum(sizes))
+        )
         try:
             if with_batches and temporary.is_dir():
                 write_checkpoint(temporary / f"batch_{self.world.rank}.pth", {"batches": fields})
@@ -208,23 +203,36 @@ class IncidentShelf:
         except BevctlError as error:
             failed = error
         failures = [error for error in gather(self.world, failed) if error is not None]
-        return on_main(self.world, lambda: self._finish(temporary, incident, state, failures))
+        target = on_main(self.world, lambda: self._finish(temporary, incident, state, failures))
+        if weaker is not None and self.world.is_main:
+            shutil.rmtree(weaker, ignore_errors=True)
+        return target
 
-    def _prepare(self, kind: str, state_bytes: int, batch_bytes: int) -> tuple[Path, bool] | None:
-        """A folder to write into, and whether the batches fit; makes room first."""
-        if not self._has_room():
-            shutil.rmtree(self._weaker(kind)[-1], ignore_errors=True)
-        left = self.gigabytes * _GB - sum(_folder_bytes(path) for path in find_incidents(self.work_dir))
+    def _prepare(self, kind: str, state_bytes: int, batch_bytes: int) -> tuple[Path, bool, Path | None]:
+        """A folder to write into, whether the batches fit, and the bundle whose place this one takes."""
+        weaker = None if self._has_room() else self._weaker(kind)[-1]
+        others = (path for path in find_incidents(self.work_dir) if path != weaker)
+        left = self.gigabytes * _GB - sum(_folder_bytes(path) for path in others)
         if state_bytes > left:
-            return None
-        temporary = self.work_dir / FOLDER / f".{secrets.token_hex(4)}.tmp"
-        temporary.mkdir(parents=True)
-        return temporary, state_bytes + batch_bytes <= left
+            raise BevctlError(
+                f"A bundle takes {state_bytes / _GB:.2g} GB, and {max(left, 0.0) / _GB:.2g} GB are left of "
+                f"train.incident_gb = {self.gigabytes:g}.",
+                "Raise train.incident_gb, or delete bundles.",
+            )
+        folder = self.work_dir / FOLDER
+        for abandoned in folder.glob(".*.tmp"):
+            shutil.rmtree(abandoned, ignore_errors=True)
+        temporary = folder / f".{secrets.token_hex(4)}.tmp"
+        try:
+            temporary.mkdir(parents=True)
+        except OSError as error:
+            raise _refused(temporary, error) from error
+        return temporary, state_bytes + batch_bytes <= left, weaker
 
     def _weaker(self, kind: str) -> list[Path]:
         """Bundles of a less grave kind; the newest of the least grave last."""
-        graver = [(_gravity(read_incident(path).kind), path) for path in find_incidents(self.work_dir)]
-        weaker = [(gravity, path) for gravity, path in graver if gravity < _gravity(kind)]
+        kept = [(_gravity_of(path), path) for path in find_incidents(self.work_dir)]
+        weaker = [(gravity, path) for gravity, path in kept if gravity < KINDS.index(kind)]
         return [path for _, path in sorted(weaker, key=lambda pair: (-pair[0], int(pair[1].name)))]
 
     def _finish(
@@ -243,16 +251,22 @@ class IncidentShelf:
             os.replace(temporary, target)
             sync(target.parent)
         except OSError as error:
-            raise BevctlError(
-                f"Cannot write {target}: {error.strerror or error}.", "Free some space.", ExitCode.RUN_FAILED
-            ) from error
+            raise _refused(target, error) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return target
 
 
-def _gravity(kind: str) -> int:
-    return KINDS.index(kind) if kind in KINDS else 0
+def _refused(path: Path, error: OSError) -> BevctlError:
+    return BevctlError(f"Cannot write {path}: {error.strerror or error}.", "Free some space.", ExitCode.RUN_FAILED)
+
+
+def _gravity_of(folder: Path) -> int:
+    """Rank of a bundle's kind; the lowest for one that cannot be read."""
+    try:
+        return KINDS.index(read_incident(folder).kind)
+    except (BevctlError, ValueError):
+        return -1
 
 
 def _folder_bytes(folder: Path) -> int:

@@ -44,7 +44,10 @@ class StepRecord:
 
 @dataclass
 class EventRecord:
-    """Something that happened once: start, resume, checkpoint, evaluation, skipped step, bad sample, signal, end.
+    """Something that happened once: start, resume, rewind, checkpoint, evaluation, bad sample, signal, end.
+
+    A step that was skipped is `nonfinite` (data: class, phase, losses, task, parts, tokens, loss_scale, incident), and
+    `skipped_step` in logs of others; what followed is `lower_scale`, `fp32_module` or `rewind`.
 
     Logs of others also give `failure` (see `bevctl.runs.readers.events`), `checkpoint_mismatch`, `warning` and
     `clock_change`.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bevctl.batch import Batch
+from bevctl.config.schema import Config
 from bevctl.engine import incident_keeper
 from bevctl.engine.checkpoint import read_checkpoint
 from bevctl.engine.dist import World
@@ -26,7 +27,13 @@ from bevctl.errors import BevctlError, ExitCode
 
 from .fakes import Bench, point_config
 
-CPU = torch.device("cpu")
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")],
+    ),
+]
 
 
 def _infinite_with_sample_3(batch: Batch, loss: Tensor) -> Tensor:
@@ -47,10 +54,14 @@ def _log(work_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (work_dir / "log.jsonl").read_text().splitlines()]
 
 
-def _replay(folder: Path, sections: dict[str, Any]) -> tuple[TrainStep, StepTensors]:
+def _config(work_dir: Path, device: str, sections: dict[str, Any]) -> Config:
+    return dataclasses.replace(point_config(work_dir, **sections), device=device)
+
+
+def _replay(folder: Path, sections: dict[str, Any], device: str = "cpu") -> tuple[TrainStep, StepTensors]:
     """The recorded step again, with objects made anew."""
     incident = read_incident(folder)
-    parts = build_parts(point_config(folder / "replay", **sections), World(), CPU)
+    parts = build_parts(_config(folder / "replay", device, sections), World(), torch.device(device))
     resumed = restore(parts.state, read_checkpoint(folder / "state.pth"), World())
     assert resumed.exact
     assert resumed.iteration == incident.iteration - 1
@@ -72,9 +83,12 @@ FP16 = {"dtype": "fp16", "init_scale": 256.0, "growth_interval": 3}
         pytest.param({"precision": FP16}, id="fp16"),
     ],
 )
-def test_the_recorded_step_comes_again_to_the_bit(tmp_path: Path, bench: Bench, sections: dict[str, Any]) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_recorded_step_comes_again_to_the_bit(
+    tmp_path: Path, bench: Bench, device: str, sections: dict[str, Any]
+) -> None:
     bench.sabotage = _infinite_with_sample_3
-    bench.train(point_config(tmp_path / "run", **sections))
+    bench.train(_config(tmp_path / "run", device, sections))
     folder, other = find_incidents(tmp_path / "run")
     incident = read_incident(folder)
     logged = _log(tmp_path / "run")[incident.iteration - 1]
@@ -84,7 +98,7 @@ def test_the_recorded_step_comes_again_to_the_bit(tmp_path: Path, bench: Bench, 
     assert incident.losses["loss/object/loss_heatmap"] == math.inf
     assert incident.loss_scale == logged["loss_scale"] if "precision" in logged else 1.0
     assert incident.inner == (incident.iteration - 1) % 8
-    _, tensors = _replay(folder, sections)
+    _, tensors = _replay(folder, sections, device)
     assert {name: value.item() for name, value in tensors.losses.items()} == incident.losses
     assert tensors.loss_scale.item() == incident.loss_scale
     assert tensors.skipped.item() == 1.0
@@ -106,12 +120,15 @@ def test_the_weights_in_the_bundle_are_those_of_the_moment(tmp_path: Path, bench
 
 
 @pytest.mark.parametrize("sections", [{}, {"train": {"accumulate": 2, "ema": 0.9}}, {"precision": FP16}])
-def test_keeping_an_incident_changes_nothing(tmp_path: Path, bench: Bench, sections: dict[str, Any]) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_keeping_an_incident_changes_nothing(
+    tmp_path: Path, bench: Bench, device: str, sections: dict[str, Any]
+) -> None:
     bench.sabotage = _infinite_with_sample_3
-    kept = bench.train(point_config(tmp_path / "kept", **sections))
+    kept = bench.train(_config(tmp_path / "kept", device, sections))
     weights = bench.weights
-    sections["train"] = {**sections.get("train", {}), "incidents": 0}
-    plain = bench.train(point_config(tmp_path / "plain", **sections))
+    without = {**sections, "train": {**sections.get("train", {}), "incidents": 0}}
+    plain = bench.train(_config(tmp_path / "plain", device, without))
     assert len(find_incidents(tmp_path / "kept")) == 2
     assert not find_incidents(tmp_path / "plain")
     assert all(torch.equal(value, bench.weights[name]) for name, value in weights.items())
@@ -119,6 +136,7 @@ def test_keeping_an_incident_changes_nothing(tmp_path: Path, bench: Bench, secti
     assert plain.checkpoint is not None
     ends = [read_checkpoint(result.checkpoint).content for result in (kept, plain) if result.checkpoint]
     assert torch.equal(ends[0]["rng"][0]["torch"], ends[1]["rng"][0]["torch"])
+    assert device == "cpu" or torch.equal(ends[0]["rng"][0]["cuda"], ends[1]["rng"][0]["cuda"])
     assert ends[0]["scaler"] == ends[1]["scaler"]
     if ends[0]["ema"] is not None:
         assert all(torch.equal(value, ends[1]["ema"][name]) for name, value in ends[0]["ema"].items())
@@ -232,6 +250,9 @@ def test_a_graver_kind_takes_the_place_of_the_least_grave(tmp_path: Path) -> Non
     shelf.put(_incident(11, "collapse"), _state(), [])
     assert [path.name for path in find_incidents(tmp_path)] == ["9", "11"]
     assert not _shelf(tmp_path, limit=0).admits("forward")
+    (tmp_path / "incident" / "9" / "incident.json").write_text("damaged")
+    shelf.put(_incident(12), _state(), [])
+    assert [path.name for path in find_incidents(tmp_path)] == ["11", "12"]
 
 
 def test_size_is_capped_first_by_leaving_the_batches_out(tmp_path: Path, bench: Bench) -> None:
@@ -242,23 +263,46 @@ def test_size_is_capped_first_by_leaving_the_batches_out(tmp_path: Path, bench: 
     assert size > 0
     roomy, tight, full = tmp_path / "roomy", tmp_path / "tight", tmp_path / "full"
     state = _state(100_000)
-    assert _shelf(roomy, gigabytes=1e-2).put(_incident(1), state, batches) is not None
+    _shelf(roomy, gigabytes=1e-2).put(_incident(1), state, batches)
     assert read_batches(roomy / "incident" / "1") is not None
-    assert _shelf(tight, gigabytes=(400_000 + size // 2) / 1e9).put(_incident(1), state, batches) is not None
+    _shelf(tight, gigabytes=(400_000 + size // 2) / 1e9).put(_incident(1), state, batches)
     assert read_batches(tight / "incident" / "1") is None
-    assert _shelf(full, gigabytes=1e-4).put(_incident(1), state, batches) is None
+    with pytest.raises(BevctlError, match=r"A bundle takes 0\.0004 GB, and 0\.0001 GB are left"):
+        _shelf(full, gigabytes=1e-4).put(_incident(1), state, batches)
     assert not find_incidents(full)
-    assert _shelf(roomy, gigabytes=6e-4).put(_incident(2), state, batches) is None, "what is there counts"
+    with pytest.raises(BevctlError, match="are left"):  # what is there counts
+        _shelf(roomy, gigabytes=6e-4).put(_incident(2), state, batches)
+
+
+def test_what_a_killed_run_left_half_written_goes(tmp_path: Path) -> None:
+    half = tmp_path / "incident" / ".0a1b.tmp"
+    half.mkdir(parents=True)
+    (half / "state.pth").write_bytes(b"half")
+    _shelf(tmp_path).put(_incident(1), _state(), [])
+    assert [path.name for path in (tmp_path / "incident").iterdir()] == ["1"]
+
+
+def test_a_bundle_goes_only_when_the_one_in_its_place_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = _shelf(tmp_path, limit=1)
+    shelf.put(_incident(3), _state(), [])
+    with monkeypatch.context() as patch:
+        patch.setattr(incident_keeper, "write_checkpoint", _refuse)
+        with pytest.raises(BevctlError, match="no space left"):
+            shelf.put(_incident(5, "forward"), _state(), [])
+    assert [path.name for path in (tmp_path / "incident").iterdir()] == ["3"]
+    shelf.put(_incident(5, "forward"), _state(), [])
+    assert [path.name for path in (tmp_path / "incident").iterdir()] == ["5"]
+
+
+def _refuse(path: Path, _: Any) -> None:
+    path.write_bytes(b"half")
+    raise BevctlError(f"Cannot write {path}: no space left.", "", ExitCode.RUN_FAILED)
 
 
 def test_a_disk_that_refuses_leaves_nothing_and_the_run_goes_on(
     tmp_path: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path, _: Any) -> None:
-        path.write_bytes(b"half")
-        raise BevctlError(f"Cannot write {path}: no space left.", "", ExitCode.RUN_FAILED)
-
-    monkeypatch.setattr(incident_keeper, "write_checkpoint", refuse)
+    monkeypatch.setattr(incident_keeper, "write_checkpoint", _refuse)
     bench.sabotage = _infinite_with_sample_3
     assert bench.train(point_config(tmp_path / "run")).code == ExitCode.OK
     assert not list((tmp_path / "run" / "incident").iterdir())
