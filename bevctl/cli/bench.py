@@ -45,6 +45,7 @@ class Percentage(click.ParamType):
     type=click.Choice(PRECISIONS),
     help="Measure only this; repeatable. tf32: FP32 with TF32 on. Default: all that the device is made for.",
 )
+@config_option("--compile", key="train.compile", is_flag=True, help="torch.compile for the parts of fixed shape.")
 @click.option("--png", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw the result.")
 @click.option(
     "--compare",

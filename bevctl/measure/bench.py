@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import os
 import platform
@@ -24,7 +25,14 @@ from bevctl.engine.step import TrainStep
 from bevctl.errors import BevctlError, ExitCode
 from bevctl.measure.bench_inputs import Inputs, make_inputs
 from bevctl.measure.part_clock import PartClock, now, seconds_between
-from bevctl.measure.timing import build_step, fastest_algorithms, loss_of, step_seconds
+from bevctl.measure.timing import (
+    build_step,
+    fastest_algorithms,
+    host_seconds,
+    kernel_times,
+    loss_of,
+    step_seconds,
+)
 from bevctl.models.build import PARTS
 from bevctl.ops import backend
 
@@ -78,6 +86,12 @@ class Result:
     """Peak of what tensors held in a step."""
     reserved_bytes: int | None = None
     """Peak of what the allocator took from the device."""
+    host_s: float | None = None
+    """Median time that the host needs to launch a step on an idle GPU."""
+    kernel_s: float | None = None
+    """Time that a GPU's kernels and copies take in a step, one after the other."""
+    launches: float | None = None
+    """Kernels and copies of a step."""
     mfu: float | None = None
     """Arithmetic of matrix products and convolutions per second, over that of a large matrix product alone."""
     loss: float | None = None
@@ -134,24 +148,38 @@ def bench(
     device: torch.device,
     steps: int,
     tell: Callable[[str], None] = lambda _: None,
+    inputs: Inputs | None = None,
 ) -> Report:
     """Measures a training step of `config` in each of `precisions`, with equal seeds and batches.
+
+    Args:
+        steps: steps timed.
+        tell: gets a sentence on what goes on.
+        inputs: batches to measure with; by default those of `make_inputs`.
 
     Raises:
         BevctlError: data or device cannot be used, or memory ran out in every precision (exit code 4).
     """
     on_gpu = device.type == "cuda"
-    inputs = make_inputs(config, min(_BATCHES_ON_GPU if on_gpu else _BATCHES_ON_CPU, steps), pin=on_gpu)
+    if inputs is None:
+        inputs = make_inputs(config, min(_BATCHES_ON_GPU if on_gpu else _BATCHES_ON_CPU, steps), pin=on_gpu)
     tell(f"{config.train.batch} samples a step, {_source(inputs)}")
     flops = _forward_flops(config, inputs.batches[0], device)
     rates = {name: matmul_rate(name, device) for name in precisions}
     results = []
     for name in precisions:
         tell(f"Measuring {name}")
-        results.append(_measure(config, name, inputs.batches, device, steps, flops, rates[name]))
+        result = _measure(config, name, inputs.batches, device, steps, tell)
+        results.append(_with_mfu(result, flops, rates[name]))
     if all(result.step_s is None for result in results):
         raise BevctlError(str(results[0].error), "Lower --batch, or use --grad-checkpoint.", ExitCode.RUN_FAILED)
     return Report(_hardware(device, rates), _versions(), _describe(inputs), flops, results)
+
+
+def _with_mfu(result: Result, flops: int, rate: float) -> Result:
+    if result.step_s is None:
+        return result
+    return dataclasses.replace(result, mfu=_WORK_PER_FORWARD * flops / result.step_s.median / rate)
 
 
 def _source(inputs: Inputs) -> str:
@@ -169,38 +197,44 @@ def _describe(inputs: Inputs) -> dict[str, Any]:
 
 
 def _measure(
-    config: Config, name: str, batches: list[Batch], device: torch.device, steps: int, flops: int, rate: float
+    config: Config, name: str, batches: list[Batch], device: torch.device, steps: int, tell: Callable[[str], None]
 ) -> Result:
     batch = config.train.batch
     try:
         with fastest_algorithms(tf32=name == "tf32"):
-            return _measure_step(config, name, batches, device, steps, flops, rate)
+            step = build_step(config, "fp32" if name == "tf32" else name, device, tell)
+            return dataclasses.replace(_measure_step(step, batches, steps), precision=name, batch=batch)
     except torch.cuda.OutOfMemoryError as error:
         return Result(name, batch, error=f"GPU memory ran out in {name}: {str(error).split('. ')[0]}.")
     finally:
+        gc.collect()  # a recorded part and its module refer to each other
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def _measure_step(
-    config: Config, name: str, batches: list[Batch], device: torch.device, steps: int, flops: int, rate: float
-) -> Result:
-    step = build_step(config, "fp32" if name == "tf32" else name, device)
+def _measure_step(step: TrainStep, batches: list[Batch], steps: int) -> Result:
     with _without_dropout(step.state.model):
         loss = loss_of(step, batches[0]).item()
-    on_gpu = device.type == "cuda"
-    step_seconds(step, batches, len(batches) if on_gpu else 1)  # warm-up
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(device)
+    if step.device.type != "cuda":
+        step_seconds(step, batches, 1)  # warm-up
+        spread = Spread.of(step_seconds(step, batches, steps))
+        return Result("", 0, step_s=spread, split=_split(step, batches, steps), loss=loss)
+    step_seconds(step, batches, len(batches))
+    torch.cuda.reset_peak_memory_stats(step.device)
     spread = Spread.of(step_seconds(step, batches, steps))
+    allocated, reserved = (f(step.device) for f in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved))
+    split, host = _split(step, batches, steps), statistics.median(host_seconds(step, batches, 5))
+    kernels = kernel_times(step, batches)
     return Result(
-        precision=name,
-        batch=config.train.batch,
+        "",
+        0,
         step_s=spread,
-        allocated_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
-        reserved_bytes=torch.cuda.max_memory_reserved(device) if on_gpu else None,
-        split=_split(step, batches, steps),
-        mfu=_WORK_PER_FORWARD * flops / spread.median / rate,
+        split=split,
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        host_s=host,
+        kernel_s=kernels.seconds,
+        launches=kernels.launches,
         loss=loss,
     )
 

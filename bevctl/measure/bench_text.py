@@ -19,13 +19,14 @@ def tables(report: Report) -> list[RenderableType]:
 
 
 def _steps(results: Sequence[Result]) -> RenderableType:
-    columns = ["precision", "batch", "ms/step", "p10-p90", "samples/s", "allocated", "reserved", "MFU", "loss"]
+    columns = ["precision", "batch", "ms/step", "p10-p90", "samples/s", "allocated", "reserved", "host ms", "kernel ms"]
+    columns += ["MFU", "loss"]
     return table(columns, [_step_row(result) for result in results], title="A training step")
 
 
 def _step_row(result: Result) -> list[object]:
     if result.step_s is None:
-        return [result.precision, result.batch, result.error or _NONE, *[_NONE] * 6]
+        return [result.precision, result.batch, result.error or _NONE, *[_NONE] * 8]
     spread = result.step_s
     return [
         result.precision,
@@ -35,6 +36,8 @@ def _step_row(result: Result) -> list[object]:
         f"{result.batch / spread.median:.2f}",
         _gib(result.allocated_bytes),
         _gib(result.reserved_bytes),
+        _NONE if result.host_s is None else _ms(result.host_s),
+        _NONE if result.kernel_s is None else _ms(result.kernel_s),
         _NONE if result.mfu is None else f"{result.mfu:.1%}",
         _NONE if result.loss is None else f"{result.loss:.5g}",
     ]

@@ -6,17 +6,23 @@ import contextlib
 import dataclasses
 import itertools
 import statistics
+import time
+import warnings
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from bevctl.batch import Batch
 from bevctl.config.schema import Config
+from bevctl.engine.acceleration import accelerate
 from bevctl.engine.dist import World
 from bevctl.engine.precision import resolve_precision
 from bevctl.engine.run import build_state
 from bevctl.engine.schedule import Schedule
+from bevctl.engine.stand_in import Report
 from bevctl.engine.step import TrainStep, total_loss
 from bevctl.measure.bench_inputs import make_inputs
 from bevctl.measure.part_clock import now, seconds_between
@@ -25,8 +31,10 @@ _SCHEDULE_ITERS = 10_000
 """Longer than any measurement."""
 
 
-def build_step(config: Config, dtype: str, device: torch.device) -> TrainStep:
+def build_step(config: Config, dtype: str, device: torch.device, report: Report = lambda _: None) -> TrainStep:
     """The step that training `config` in `dtype` (fp16, bf16 or fp32) runs; equal configs give equal initial weights.
+
+    `report` gets a sentence about each part that cannot be compiled or recorded as the config asks for.
 
     Raises:
         BevctlError: the device cannot do the precision.
@@ -34,6 +42,7 @@ def build_step(config: Config, dtype: str, device: torch.device) -> TrainStep:
     precision = resolve_precision(dtype, device)
     state, _ = build_state(config, precision, World(), device, iters_per_epoch=1)
     state.model.train()
+    accelerate(state.model, config, World(), device, report)
     return TrainStep(state, state.model, Schedule(config.optim, _SCHEDULE_ITERS), precision, config.optim.clip)
 
 
@@ -56,6 +65,41 @@ def step_seconds(step: TrainStep, batches: Sequence[Batch], steps: int) -> list[
     if step.device.type == "cuda":
         torch.cuda.synchronize(step.device)
     return [seconds_between(start, end) for start, end in itertools.pairwise(instants)]
+
+
+def host_seconds(step: TrainStep, batches: Sequence[Batch], steps: int) -> list[float]:
+    """Time that the host needs to launch each of `steps` steps on an idle device."""
+    times = []
+    for number in range(steps):
+        torch.cuda.synchronize(step.device)
+        started = time.perf_counter()
+        step.run([batches[number % len(batches)]], number)
+        times.append(time.perf_counter() - started)
+    torch.cuda.synchronize(step.device)
+    return times
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelTimes:
+    """What a GPU ran in a step."""
+
+    seconds: float
+    """Sum over all kernels and copies."""
+    launches: float
+
+
+def kernel_times(step: TrainStep, batches: Sequence[Batch]) -> KernelTimes:
+    """Mean over one step with each of `batches`, as the profiler sees it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of cycles, of which there is one
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            for number, batch in enumerate(batches):
+                step.run([batch], number)
+            torch.cuda.synchronize(step.device)
+    # The optimizer's annotation is no kernel.
+    events = [e for e in profiler.key_averages() if e.device_type == DeviceType.CUDA and "Optimizer." not in e.key]
+    seconds = sum(event.self_device_time_total for event in events) / 1e6
+    return KernelTimes(seconds / len(batches), sum(event.count for event in events) / len(batches))
 
 
 def time_steps(config: Config, dtype: str, device: torch.device, steps: int) -> float:

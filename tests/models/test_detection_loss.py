@@ -137,6 +137,7 @@ def test_equal_inputs_give_equal_bits() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_the_host_never_waits() -> None:
     batch = batch_of([30, 12])
