@@ -18,11 +18,10 @@ def accelerate(model: nn.Module, config: Config, world: World, device: torch.dev
 
     `report` gets a sentence about what is compiled, and one about each part that cannot be.
     """
-    names = static_parts(config.model)
     if config.train.compile:
-        compiled = compile_parts(model, names, report)
+        compiled = compile_parts(model, static_parts(config.model, recomputing=False), report)
         report(f"torch.compile for {', '.join(compiled) or 'nothing'}: the first step takes longer")
     # Normalisation over all ranks waits for them inside the part.
     synchronised = config.train.sync_bn and world.size > 1
     if config.train.cuda_graphs and device.type == "cuda" and not synchronised:
-        record_parts(model, names, report)
+        record_parts(model, static_parts(config.model), report)

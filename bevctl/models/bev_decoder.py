@@ -50,7 +50,7 @@ class Second(nn.Module):
         """(B, C_in, X, Y) → (B, C_0, X, Y) and (B, C_1, ⌈X/2⌉, ⌈Y/2⌉)."""
         outputs = []
         for block in self.blocks:
-            x = recompute(block, x, enabled=self.checkpointing)
+            x = recompute(block, x, enabled=self.checkpointing, random=False)
             outputs.append(x)
         return outputs
 
@@ -73,10 +73,11 @@ class SecondFPN(nn.Module):
 
     def forward(self, maps: Sequence[Tensor]) -> Tensor:
         """The maps of `Second` → (B, 2 · channels, X, Y)."""
-        return torch.cat(
-            [recompute(block, x, enabled=self.checkpointing) for block, x in zip(self.deblocks, maps, strict=True)],
-            dim=1,
-        )
+        upsampled = [
+            recompute(block, x, enabled=self.checkpointing, random=False)
+            for block, x in zip(self.deblocks, maps, strict=True)
+        ]
+        return torch.cat(upsampled, dim=1)
 
 
 class BevDecoder(nn.Module):

@@ -31,22 +31,27 @@ PARTS = (
     "heads.map",
 )
 _STATIC_PARTS = {
-    "encoders.camera.backbone": "camera",
-    "encoders.camera.neck": None,
+    "encoders.camera.backbone": "",
+    "encoders.camera.neck": "",
     "encoders.camera.vtransform.dtransform": "camera",
     "encoders.camera.vtransform.depthnet": "camera",
     "encoders.camera.vtransform.downsample": "camera",
-    "fuser": None,
-    "decoder": "decoder",
-    "heads.object": None,
-    "heads.map": None,
+    "fuser": "",
+    "decoder": "",
+    "heads.object": "",
+    "heads.map": "",
 }
-"""Modules whose tensors have the same shapes in every step, and what recomputes their activations when asked to."""
+"""Modules whose tensors have the same shapes in every step, and the checkpointing that recomputes them from outside."""
+_RECOMPUTES_INSIDE = {"encoders.camera.backbone": "camera", "decoder": "decoder"}
 
 
-def static_parts(model: ModelConfig) -> list[str]:
-    """Names of modules to compile or record as a whole: shapes never change, and no activations are recomputed."""
-    return [name for name, part in _STATIC_PARTS.items() if part not in model.checkpointing]
+def static_parts(model: ModelConfig, recomputing: bool = True) -> list[str]:
+    """Names of modules that can be replaced as a whole: shapes never change, and nothing around them runs them twice.
+
+    Without `recomputing`, modules that recompute their own activations are left out too.
+    """
+    names = [name for name, part in _STATIC_PARTS.items() if part not in model.checkpointing]
+    return [name for name in names if recomputing or _RECOMPUTES_INSIDE.get(name) not in model.checkpointing]
 
 
 def build_model(config: Config) -> nn.Module:

@@ -74,10 +74,11 @@ def init_convolutions(module: nn.Module) -> None:
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
 
 
-def recompute(module: nn.Module, *args: Any, enabled: bool = True) -> Any:
+def recompute(module: nn.Module, *args: Any, enabled: bool = True, random: bool = True) -> Any:
     """`module(*args)`, whose activations are dropped and computed again in the backward pass when `enabled`.
 
-    Gradients, random draws and BatchNorm's running statistics are those of an ordinary call.
+    Gradients, random draws and BatchNorm's running statistics are those of an ordinary call. A module that is not
+    `random` needs no random state put back, which a CUDA graph could not hold.
     """
     if not enabled or not torch.is_grad_enabled():
         return module(*args)
@@ -85,7 +86,7 @@ def recompute(module: nn.Module, *args: Any, enabled: bool = True) -> Any:
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return contextlib.nullcontext(), _frozen_statistics(module)
 
-    return checkpoint(module, *args, use_reentrant=False, context_fn=contexts)
+    return checkpoint(module, *args, use_reentrant=False, context_fn=contexts, preserve_rng_state=random)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ gives each output a norm of its own; names of entries are mmdet's too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
@@ -39,13 +39,17 @@ class DropPath(nn.Module):
         super().__init__()
         self.rate = rate
 
-    def forward(self, x: Tensor, branch: Tensor) -> Tensor:
-        """x + branch, (B, …); in training some samples' branch is dropped, the others' scaled up by 1 / (1 − rate)."""
+    def draw(self, x: Tensor) -> Tensor | None:
+        """(B,) factors of the branch, 0 where it is dropped, 1 / (1 − rate) elsewhere; None where none is dropped."""
         if not self.training or self.rate == 0:
-            return x + branch
+            return None
         keep = 1 - self.rate
         kept = torch.rand(x.shape[0], *[1] * (x.dim() - 1), device=x.device).flatten() < keep
-        return scaled_residual(x, branch, kept / keep)
+        return kept / keep
+
+    def forward(self, x: Tensor, branch: Tensor, factors: Tensor | None) -> Tensor:
+        """x + factors · branch, (B, …)."""
+        return x + branch if factors is None else scaled_residual(x, branch, factors)
 
 
 class WindowAttention(nn.Module):
@@ -118,10 +122,10 @@ class SwinBlock(nn.Module):
         self.ffn = FeedForward(channels)
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, H, W, C) → the same."""
-        x = self.drop_path(x, self.attn(self.norm1(x)))
-        summed: Tensor = self.drop_path(x, self.ffn(self.norm2(x)))
+    def forward(self, x: Tensor, attention_factors: Tensor | None, feed_factors: Tensor | None) -> Tensor:
+        """(B, H, W, C) and two draws of `drop_path` → the same shape; nothing in here is random."""
+        x = self.drop_path(x, self.attn(self.norm1(x)), attention_factors)
+        summed: Tensor = self.drop_path(x, self.ffn(self.norm2(x)), feed_factors)
         return summed
 
 
@@ -186,8 +190,9 @@ class SwinStage(nn.Module):
 
     def forward(self, x: Tensor, checkpointing: bool) -> tuple[Tensor, Tensor]:
         """(B, H, W, C) → the same, and what the next stage reads."""
-        for block in self.blocks:
-            x = recompute(block, x, enabled=checkpointing)
+        for block in cast("Iterable[SwinBlock]", self.blocks):
+            factors = block.drop_path.draw(x), block.drop_path.draw(x)
+            x = recompute(block, x, *factors, enabled=checkpointing, random=False)
         return x, x if self.downsample is None else self.downsample(x)
 
 

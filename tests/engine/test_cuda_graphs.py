@@ -50,9 +50,10 @@ def recorded(module: nn.Module) -> tuple[RecordedForward, list[str]]:
 
 
 @pytest.mark.usefixtures("_deterministic")
-def test_training_is_the_same_to_the_bit() -> None:
+@pytest.mark.parametrize("checkpointing", [(), ("camera", "decoder")])
+def test_training_is_the_same_to_the_bit(checkpointing: tuple[str, ...]) -> None:
     """Steps of two batches with FP16, stochastic depth, dropout and BatchNorm: losses, weights, random states."""
-    config = nano_config()
+    config = nano_config(**{"model.checkpointing": checkpointing})
     batches = [nano_batch(config).to(CUDA), nano_batch(config, seed=1).to(CUDA)]
     runs = []
     for record in (False, True):

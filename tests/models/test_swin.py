@@ -130,10 +130,12 @@ def test_checkpointing_changes_no_gradient() -> None:
 def test_drop_path_keeps_the_mean_and_drops_whole_samples() -> None:
     torch.manual_seed(0)
     drop = DropPath(0.25)
-    out = drop(torch.zeros(4000, 2, 3), torch.ones(4000, 2, 3))
+    x, branch = torch.zeros(4000, 2, 3), torch.ones(4000, 2, 3)
+    out = drop(x, branch, drop.draw(x))
     assert sorted(set(out.flatten(1).mean(1).tolist())) == pytest.approx([0, 4 / 3])
     assert float(out.mean()) == pytest.approx(1, abs=0.05)
-    assert torch.equal(drop.eval()(out, out), 2 * out)
+    assert drop.eval().draw(x) is None
+    assert torch.equal(drop(x, branch, None), branch)
 
 
 def test_drop_path_grows_linearly() -> None:

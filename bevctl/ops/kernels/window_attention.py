@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 _WARPS = 4
-_PROGRAMS_PER_PROCESSOR = 8
+_PROGRAMS_PER_PROCESSOR = 4
 _PROCESSORS_OF_INTERPRETER = 1
 
 
