@@ -37,11 +37,12 @@ class SiteNorm(nn.BatchNorm1d):
         if shortcut is not None and shortcut.shape != features.shape:
             raise ValueError(f"shortcut must be {tuple(features.shape)}, got {tuple(shortcut.shape)}")
         shared = self.synchronized and self.training and distributed.is_initialized()
-        if not shared and passes(features) is site_norm_torch:
+        ops = _passes(features)
+        if not shared and ops is site_norm_torch:
             return self._plain(features, shortcut, relu)
         features = features.contiguous()
-        statistics = self._statistics(features.detach(), shared)
-        out: Tensor = _Normalise.apply(features, shortcut, self.weight, self.bias, statistics, relu, shared)
+        statistics = self._statistics(features.detach(), ops, shared)
+        out: Tensor = _Normalise.apply(features, shortcut, self.weight, self.bias, statistics, relu, ops, shared)
         return out
 
     def _plain(self, features: Tensor, shortcut: Tensor | None, relu: bool) -> Tensor:
@@ -55,7 +56,7 @@ class SiteNorm(nn.BatchNorm1d):
         out = out if shortcut is None else out + shortcut
         return functional.relu(out) if relu else out
 
-    def _statistics(self, features: Tensor, shared: bool) -> Tensor:
+    def _statistics(self, features: Tensor, ops: ModuleType, shared: bool) -> Tensor:
         """(3, C) mean, inverse deviation, and inverse count of the sites they come from or 0."""
         assert self.running_mean is not None
         assert self.running_var is not None
@@ -63,7 +64,6 @@ class SiteNorm(nn.BatchNorm1d):
         if not self.training:
             deviation = torch.rsqrt(self.running_var + self.eps)
             return torch.stack([self.running_mean, deviation, torch.zeros_like(deviation)])
-        ops = passes(features)
         moments = ops.moments(features)
         if shared:
             moments = _gathered(ops.merge(moments))
@@ -82,7 +82,7 @@ def share_statistics(model: nn.Module) -> None:
                 module.register_module(name, nn.SyncBatchNorm.convert_sync_batchnorm(child))
 
 
-def passes(features: Tensor) -> ModuleType:
+def _passes(features: Tensor) -> ModuleType:
     """The module whose functions run the passes over features."""
     if len(features) and features.dtype != torch.float64 and use_triton(features):
         from bevctl.ops.kernels import site_norm
@@ -113,19 +113,20 @@ class _Normalise(torch.autograd.Function):
         bias: Tensor,
         statistics: Tensor,
         relu: bool,
+        ops: ModuleType,
         shared: bool,
     ) -> Tensor:
         shortcut = None if shortcut is None else shortcut.contiguous()
-        out: Tensor = passes(features).apply(features, statistics, weight, bias, shortcut, relu)
+        out: Tensor = ops.apply(features, statistics, weight, bias, shortcut, relu)
         ctx.save_for_backward(features, out if relu else features, weight, statistics)
-        ctx.shortcut, ctx.relu, ctx.shared = shortcut is not None, relu, shared
+        ctx.shortcut, ctx.relu, ctx.ops, ctx.shared = shortcut is not None, relu, ops, shared
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         features, out, weight, statistics = ctx.saved_tensors
-        ops = passes(features)
+        ops = ctx.ops
         grad = grad.contiguous()
         own = ops.sums(grad, features, out, statistics, ctx.relu)
         total = own
@@ -135,4 +136,4 @@ class _Normalise(torch.autograd.Function):
         feature_grad, shortcut_grad = ops.gradients(
             grad, features, out, statistics, weight, total, ctx.shortcut, ctx.relu
         )
-        return feature_grad, shortcut_grad, own[1].to(weight.dtype), own[0].to(weight.dtype), None, None, None
+        return feature_grad, shortcut_grad, own[1].to(weight.dtype), own[0].to(weight.dtype), None, None, None, None

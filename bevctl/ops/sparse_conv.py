@@ -19,6 +19,7 @@ from bevctl.ops.backend import use_triton
 from bevctl.ops.rulebook import MAX_OFFSETS, RuleBook, Triple, ravel
 from bevctl.ops.sites import Sites, Window
 
+_TILED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _NOTHINGS = 1024
 """Rows of zeros that stand for absent neighbours; a single one would be the bottleneck of a GPU's cache."""
 
@@ -130,13 +131,15 @@ def sparse_conv(features: Tensor, weight: Tensor, rules: RuleBook) -> Tensor:
             f"weight must be (kx, ky, kz, {features.shape[-1]}, Cout) for features {tuple(features.shape)}, "
             f"got {tuple(weight.shape)}"
         )
-    kernels = weight.flatten(0, 2)
-    if (len(kernels), len(features)) != (rules.table.shape[1], rules.inputs):
+    outputs, offsets = rules.table.shape
+    if (math.prod(weight.shape[:3]), len(features)) != (offsets, rules.inputs):
         raise ValueError(
-            f"the rules are for {rules.table.shape[1]} offsets and {rules.inputs} sites, "
+            f"the rules are for {offsets} offsets and {rules.inputs} sites, "
             f"got weight {tuple(weight.shape)} and features {tuple(features.shape)}"
         )
-    out: Tensor = _RuleProduct.apply(features.to(product_dtype(features, weight)), kernels, rules)
+    dtype = product_dtype(features, weight)
+    tiled = dtype in _TILED_DTYPES and outputs > 0 and offsets <= MAX_OFFSETS and use_triton(features)
+    out: Tensor = _RuleProduct.apply(features.to(dtype), weight, rules, tiled)
     return out
 
 
@@ -149,57 +152,54 @@ def product_dtype(features: Tensor, weight: Tensor) -> torch.dtype:
 
 
 class _RuleProduct(torch.autograd.Function):
-    """out[i] = Σ over offsets of features[table[i, offset]] @ kernels[offset]."""
+    """out[i] = Σ over offsets of features[table[i, offset]] @ weight[offset], in tiles by Triton or in pieces."""
 
     @staticmethod
-    def forward(ctx: Any, features: Tensor, kernels: Tensor, rules: RuleBook) -> Tensor:
+    def forward(ctx: Any, features: Tensor, weight: Tensor, rules: RuleBook, tiled: bool) -> Tensor:
         features = features.contiguous()
-        half = kernels.to(features.dtype)
-        ctx.save_for_backward(features, half)
-        ctx.rules, ctx.kernel_dtype = rules, kernels.dtype
-        return _convolve(features, half, rules)
+        kernels = weight.to(features.dtype).reshape(-1, *weight.shape[3:])
+        ctx.save_for_backward(features, kernels)
+        ctx.rules, ctx.tiled, ctx.weight = rules, tiled, (weight.shape, weight.dtype)
+        return _convolve(features, kernels, rules, tiled)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         features, kernels = ctx.saved_tensors
-        rules: RuleBook = ctx.rules
+        rules, (shape, dtype) = ctx.rules, ctx.weight
         grad = grad.contiguous()
-        feature_grad = kernel_grad = None
+        feature_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
-            back = kernels.transpose(1, 2)
             # Mirrored rules are their own transpose, with the offsets in reverse.
-            if rules.mirrored:
-                feature_grad = _convolve(grad, back, rules, reverse=True)
-            else:
-                feature_grad = _convolve(grad, back, rules.transposed)
+            back = rules if rules.mirrored else rules.transposed
+            feature_grad = _convolve(grad, kernels, back, ctx.tiled, reverse=rules.mirrored, transpose=True)
         if ctx.needs_input_grad[1]:
-            kernel_grad = _kernel_gradient(features, grad, rules).to(ctx.kernel_dtype)
-        return feature_grad, kernel_grad, None
+            weight_grad = _kernel_gradient(features, grad, rules, ctx.tiled).view(shape).to(dtype)
+        return feature_grad, weight_grad, None, None
 
 
-def _tiled(features: Tensor, rules: RuleBook) -> bool:
-    """Whether a product runs in Triton."""
-    known = features.dtype in (torch.float16, torch.bfloat16, torch.float32)
-    return known and use_triton(features) and len(rules.table) > 0 and rules.table.shape[1] <= MAX_OFFSETS
+def _convolve(
+    features: Tensor, kernels: Tensor, rules: RuleBook, tiled: bool, reverse: bool = False, transpose: bool = False
+) -> Tensor:
+    """(outputs, Cout) of (inputs, Cin) features and (K, Cin, Cout) kernels of one dtype.
 
-
-def _convolve(features: Tensor, kernels: Tensor, rules: RuleBook, reverse: bool = False) -> Tensor:
-    """(outputs, Cout) of (inputs, Cin) features and (K, Cin, Cout) kernels of one dtype, in reverse if asked."""
-    if _tiled(features, rules):
+    The kernels are in reverse and (K, Cout, Cin) where asked.
+    """
+    if tiled:
         from bevctl.ops.kernels import sparse_conv as triton_kernels
 
-        return triton_kernels.convolve(features, kernels, rules.tiles, len(rules.table), reverse)
-    out = features.new_empty(len(rules.table), kernels.shape[2])
+        return triton_kernels.convolve(features, kernels, rules.tiles, len(rules.table), reverse, transpose)
+    kernels = kernels.transpose(1, 2) if transpose else kernels
     stacked = (kernels.flip(0) if reverse else kernels).flatten(0, 1)
+    out = features.new_empty(len(rules.table), stacked.shape[1])
     for rows, gathered in _gathered(features, rules.table):
         torch.mm(gathered, stacked, out=out[rows])
     return out
 
 
-def _kernel_gradient(features: Tensor, grad: Tensor, rules: RuleBook) -> Tensor:
+def _kernel_gradient(features: Tensor, grad: Tensor, rules: RuleBook, tiled: bool) -> Tensor:
     """(K, Cin, Cout) gradient, added up over pieces in at least float32."""
-    if _tiled(features, rules):
+    if tiled:
         from bevctl.ops.kernels import sparse_conv as triton_kernels
 
         return triton_kernels.kernel_gradient(features, grad, rules.tiles)

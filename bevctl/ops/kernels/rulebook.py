@@ -12,9 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bevctl.ops.kernels.launch import launch, sized
+
 Triple = tuple[int, int, int]
 _BLOCK = 256
-_LIST_BLOCK = 1024
+_LIST_BLOCK, _LIST_COLUMNS = 1024, 64
 
 
 @triton.jit
@@ -35,7 +37,7 @@ def _below(z):
     return (tl.full(z.shape, 1, tl.int64) << z.to(tl.int64)) - 1
 
 
-@triton.jit
+@sized("sites", "size_x", "size_y")
 def _mark_kernel(coords, words, sites, size_x, size_y, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < sites
@@ -47,7 +49,7 @@ def _mark_kernel(coords, words, sites, size_x, size_y, BLOCK: tl.constexpr):
     tl.atomic_or(words + (sample * size_x + x) * size_y + y, bit, mask=sample >= 0)
 
 
-@triton.jit
+@sized("columns", "size_x", "size_y", "out_x", "out_y")
 def _coarsen_kernel(
     words, coarse, columns, size_x, size_y, out_x, out_y,
     OUT_Z: tl.constexpr, KX: tl.constexpr, KY: tl.constexpr, KZ: tl.constexpr,
@@ -72,14 +74,14 @@ def _coarsen_kernel(
     tl.store(coarse + column, word, mask=column < columns)
 
 
-@triton.jit
+@sized("columns")
 def _count_kernel(words, counts, columns, BLOCK: tl.constexpr):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     word = tl.load(words + column, mask=column < columns, other=0)
     tl.store(counts + column, _count_bits(word), mask=column < columns)
 
 
-@triton.jit
+@sized("columns", "size_x", "size_y")
 def _list_kernel(words, ends, coords, columns, size_x, size_y, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     word = tl.load(words + column, mask=column < columns, other=0)
@@ -97,7 +99,7 @@ def _list_kernel(words, ends, coords, columns, size_x, size_y, DEPTH: tl.constex
     tl.store(coords + row * 4 + 3, tl.broadcast_to(z, (BLOCK, DEPTH)).to(tl.int64), mask=active)
 
 
-@triton.jit
+@sized("outputs", "inputs", "size_x", "size_y", "size_z")
 def _neighbours_kernel(
     sites, words, ends, table, outputs, inputs, size_x, size_y, size_z,
     KX: tl.constexpr, KY: tl.constexpr, KZ: tl.constexpr, SX: tl.constexpr, SY: tl.constexpr, SZ: tl.constexpr,
@@ -126,7 +128,7 @@ def _neighbours_kernel(
                 tl.store(table + offset * outputs + row, met, mask=exists)
 
 
-@triton.jit
+@sized("outputs", "inputs")
 def _transpose_kernel(table, transposed, outputs, inputs, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     offset = tl.program_id(1)
@@ -134,7 +136,7 @@ def _transpose_kernel(table, transposed, outputs, inputs, BLOCK: tl.constexpr):
     tl.store(transposed + offset * inputs + met, row, mask=met < inputs)
 
 
-@triton.jit
+@sized("rows", "absent")
 def _mask_kernel(table, masks, rows, absent, OFFSETS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = tl.zeros((BLOCK,), tl.int32)
@@ -144,14 +146,15 @@ def _mask_kernel(table, masks, rows, absent, OFFSETS: tl.constexpr, BLOCK: tl.co
     tl.store(masks + row, mask, mask=row < rows)
 
 
-@triton.jit
+@sized("rows", "padded", "tiles", "absent")
 def _arrange_kernel(
-    table, order, arranged, offsets, counts, present, rows, padded, tiles, absent,
+    table, sorted_rows, order, arranged, offsets, counts, present, rows, padded, tiles, absent,
     OFFSETS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     place = tile * TILE + tl.arange(0, TILE)
-    row = tl.load(order + place, mask=place < rows, other=0)
+    row = tl.load(sorted_rows + place, mask=place < rows, other=0).to(tl.int32)
+    tl.store(order + place, row)
     used = 0
     for offset in range(OFFSETS):
         met = tl.load(table + offset * rows + row, mask=place < rows, other=absent)
@@ -163,7 +166,7 @@ def _arrange_kernel(
     tl.store(counts + tile, used)
 
 
-@triton.jit
+@sized("tiles")
 def _tile_list_kernel(present, listed, counts, tiles, BLOCK: tl.constexpr):
     offset = tl.program_id(0)
     used = 0
@@ -180,7 +183,7 @@ def mark(coords: Tensor, shape: Triple, batch: int) -> Tensor:
     """(B · X · Y,) int64 words of (M, 4) int64 sites; rows whose sample is negative are left out."""
     words = torch.zeros(batch * shape[0] * shape[1], dtype=torch.int64, device=coords.device)
     if len(coords):
-        _mark_kernel[_grid(len(coords))](coords, words, len(coords), shape[0], shape[1], BLOCK=_BLOCK)
+        launch(_mark_kernel, _grid(len(coords)), coords, words, len(coords), shape[0], shape[1], BLOCK=_BLOCK)
     return words
 
 
@@ -190,45 +193,40 @@ def coarsen(
     """Words of the output sites of a strided convolution, from those of its input."""
     columns = batch * into[0] * into[1]
     coarse = words.new_empty(columns)
-    _coarsen_kernel[_grid(columns)](
-        words, coarse, columns, shape[0], shape[1], into[0], into[1], into[2], *kernel, *stride, *padding, BLOCK=_BLOCK
-    )
+    launch(
+        _coarsen_kernel, _grid(columns), words, coarse, columns, shape[0], shape[1], into[0], into[1],
+        OUT_Z=into[2], **_window(kernel, stride, padding), BLOCK=_BLOCK,
+    )  # fmt: skip
     return coarse
 
 
 def column_ends(words: Tensor) -> Tensor:
     """(columns,) int32 row after the last site of each column; the last one is the number of sites."""
     counts = torch.empty_like(words, dtype=torch.int32)
-    _count_kernel[_grid(len(words))](words, counts, len(words), BLOCK=_BLOCK)
+    launch(_count_kernel, _grid(len(words)), words, counts, len(words), BLOCK=_BLOCK)
     return counts.cumsum(0, dtype=torch.int32)
 
 
 def list_sites(words: Tensor, ends: Tensor, sites: int, shape: Triple) -> Tensor:
     """(M, 4) int64 coordinates of the set bits, ascending."""
     coords = words.new_empty(sites, 4)
-    block = 64
-    _list_kernel[(triton.cdiv(len(words), block),)](
-        words, ends, coords, len(words), shape[0], shape[1], DEPTH=triton.next_power_of_2(shape[2]), BLOCK=block
-    )
+    depth = triton.next_power_of_2(shape[2])
+    grid = (triton.cdiv(len(words), _LIST_COLUMNS),)
+    launch(_list_kernel, grid, words, ends, coords, len(words), shape[0], shape[1], DEPTH=depth, BLOCK=_LIST_COLUMNS)
     return coords
 
 
 def neighbours(
-    sites: Tensor,
-    words: Tensor,
-    ends: Tensor,
-    inputs: int,
-    shape: Triple,
-    kernel: Triple,
-    stride: Triple,
-    padding: Triple,
-) -> Tensor:
+    sites: Tensor, words: Tensor, ends: Tensor, inputs: int, shape: Triple,
+    kernel: Triple, stride: Triple, padding: Triple,
+) -> Tensor:  # fmt: skip
     """(K, outputs) int32 input row of each cell of the window of each output site, `inputs` where it is empty."""
     table = ends.new_empty(kernel[0] * kernel[1] * kernel[2], len(sites))
     if len(sites):
-        _neighbours_kernel[_grid(len(sites))](
-            sites, words, ends, table, len(sites), inputs, *shape, *kernel, *stride, *padding, BLOCK=_BLOCK
-        )
+        launch(
+            _neighbours_kernel, _grid(len(sites)), sites, words, ends, table, len(sites), inputs, *shape,
+            **_window(kernel, stride, padding), BLOCK=_BLOCK,
+        )  # fmt: skip
     return table
 
 
@@ -237,7 +235,8 @@ def transpose(table: Tensor, inputs: int) -> Tensor:
     offsets, outputs = table.shape
     transposed = table.new_full((offsets, inputs), outputs)
     if outputs and inputs:
-        _transpose_kernel[(triton.cdiv(outputs, _BLOCK), offsets)](table, transposed, outputs, inputs, BLOCK=_BLOCK)
+        grid = (triton.cdiv(outputs, _BLOCK), offsets)
+        launch(_transpose_kernel, grid, table, transposed, outputs, inputs, BLOCK=_BLOCK)
     return transposed
 
 
@@ -245,19 +244,26 @@ def arrange(table: Tensor, absent: int, tile: int) -> tuple[Tensor, Tensor, Tens
     """See `bevctl.ops.rulebook.Tiles`, whose fields these are, for a (K, rows) table with at least one row."""
     offsets, rows = table.shape
     tiles = triton.cdiv(rows, tile)
-    masks = table.new_empty(rows)
-    _mask_kernel[_grid(rows)](table, masks, rows, absent, OFFSETS=offsets, BLOCK=_BLOCK)
-    order = torch.sort(masks, stable=True).indices.int()
-    arranged = table.new_empty(offsets, tiles * tile)
-    tile_offsets, offset_counts = table.new_empty(tiles, offsets), table.new_empty(tiles)
-    offset_tiles, tile_counts = table.new_empty(offsets, tiles), table.new_empty(offsets)
-    present = table.new_empty(offsets, tiles)
-    _arrange_kernel[(tiles,)](
-        table, order, arranged, tile_offsets, offset_counts, present, rows, tiles * tile, tiles, absent,
-        OFFSETS=offsets, TILE=tile,
+    # One allocation for all: an allocation costs the host as much as a launch.
+    parts = table.new_empty((offsets + 1) * tiles * tile + (3 * offsets + 1) * tiles + offsets + rows).split(
+        [rows, tiles * tile, offsets * tiles * tile, *[offsets * tiles] * 3, tiles, offsets]
+    )
+    masks, order, arranged, tile_offsets, present, offset_tiles, offset_counts, tile_counts = parts
+    launch(_mask_kernel, _grid(rows), table, masks, rows, absent, OFFSETS=offsets, BLOCK=_BLOCK)
+    launch(
+        _arrange_kernel, (tiles,), table, torch.sort(masks, stable=True).indices, order, arranged, tile_offsets,
+        offset_counts, present, rows, tiles * tile, tiles, absent, OFFSETS=offsets, TILE=tile,
     )  # fmt: skip
-    _tile_list_kernel[(offsets,)](present, offset_tiles, tile_counts, tiles, BLOCK=_LIST_BLOCK)
-    return order, arranged, tile_offsets, offset_counts, offset_tiles, tile_counts
+    launch(_tile_list_kernel, (offsets,), present, offset_tiles, tile_counts, tiles, BLOCK=_LIST_BLOCK)
+    return (
+        order[:rows], arranged.view(offsets, -1), tile_offsets.view(tiles, -1), offset_counts,
+        offset_tiles.view(offsets, -1), tile_counts,
+    )  # fmt: skip
+
+
+def _window(kernel: Triple, stride: Triple, padding: Triple) -> dict[str, int]:
+    names = [kind + axis for kind in "KSP" for axis in "XYZ"]
+    return dict(zip(names, (*kernel, *stride, *padding), strict=True))
 
 
 def _grid(elements: int) -> tuple[int]:

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bevctl.ops.kernels.launch import launch, sized
+
 _PROGRAMS = 512
 _ELEMENTS = 2048
 """Numbers that a program holds at a time."""
@@ -22,7 +24,7 @@ def _combine(count, mean, square):
     return total, middle, tl.sum(square + count * distance * distance, axis=0)
 
 
-@triton.jit
+@sized("rows", "share")
 def _moment_kernel(features, moments, rows, share, C: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr):
     channel = tl.arange(0, CHANNELS)
     begin = tl.program_id(0) * share
@@ -58,7 +60,7 @@ def _merge(moments, channel, sets, C: tl.constexpr, SETS: tl.constexpr):
     return _combine(count, mean, square)
 
 
-@triton.jit
+@sized("sets")
 def _merge_kernel(moments, merged, sets, C: tl.constexpr, SETS: tl.constexpr, CHANNELS: tl.constexpr):
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     count, mean, square = _merge(moments, channel, sets, C, SETS)
@@ -67,7 +69,7 @@ def _merge_kernel(moments, merged, sets, C: tl.constexpr, SETS: tl.constexpr, CH
     tl.store(merged + 2 * C + channel, square, mask=channel < C)
 
 
-@triton.jit
+@sized("sets")
 def _finish_kernel(
     moments, running_mean, running_var, batches, statistics, sets, momentum, eps,
     COUNT: tl.constexpr, C: tl.constexpr, SETS: tl.constexpr, CHANNELS: tl.constexpr,
@@ -99,7 +101,7 @@ def _normalised(features, place, valid, channel, statistics, C: tl.constexpr):
     return (tl.load(features + place, mask=valid, other=0.0).to(tl.float32) - mean) * scale
 
 
-@triton.jit
+@sized("rows")
 def _apply_kernel(
     features, shortcut, out, statistics, weight, bias, rows, RELU: tl.constexpr, SHORTCUT: tl.constexpr,
     C: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
@@ -128,7 +130,7 @@ def _passed(grad, out, place, valid, RELU: tl.constexpr):
     return value
 
 
-@triton.jit
+@sized("rows", "share")
 def _sum_kernel(
     grad, features, out, statistics, sums, rows, share, RELU: tl.constexpr,
     C: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
@@ -150,7 +152,7 @@ def _sum_kernel(
     tl.store(into + C, tl.sum(weighted, axis=0), mask=channel < C)
 
 
-@triton.jit
+@sized("rows")
 def _gradient_kernel(
     grad, features, out, statistics, weight, sums, feature_grad, shortcut_grad, rows,
     RELU: tl.constexpr, SHORTCUT: tl.constexpr, C: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
@@ -179,7 +181,7 @@ def moments(features: Tensor) -> Tensor:
     sizes = _sizes(channels)
     programs, share = _shares(rows, sizes["ROWS"])
     parts = torch.empty(programs, 3, channels, dtype=torch.float32, device=features.device)
-    _moment_kernel[(programs,)](features, parts, rows, share, **sizes)
+    launch(_moment_kernel, (programs,), features, parts, rows, share, **sizes)
     return parts
 
 
@@ -187,7 +189,7 @@ def merge(moments: Tensor) -> Tensor:
     """(3, C) moments of all sets together."""
     sets, _, channels = moments.shape
     merged = moments.new_empty(3, channels)
-    _merge_kernel[_merge_grid(channels)](moments, merged, sets, **_merge_sizes(sets, channels))
+    launch(_merge_kernel, _merge_grid(channels), moments, merged, sets, **_merge_sizes(sets, channels))
     return merged
 
 
@@ -200,8 +202,9 @@ def finish(
     """
     sets, _, channels = moments.shape
     statistics = moments.new_empty(3, channels)
-    _finish_kernel[_merge_grid(channels)](
-        moments, running_mean, running_var, moments if batches is None else batches, statistics, sets, momentum, eps,
+    launch(
+        _finish_kernel, _merge_grid(channels), moments, running_mean, running_var,
+        moments if batches is None else batches, statistics, sets, momentum, eps,
         COUNT=batches is not None, **_merge_sizes(sets, channels),
     )  # fmt: skip
     return statistics
@@ -214,8 +217,9 @@ def apply(
     rows, channels = features.shape
     out = torch.empty_like(features)
     sizes = _sizes(channels)
-    _apply_kernel[(triton.cdiv(rows, sizes["ROWS"]),)](
-        features, features if shortcut is None else shortcut, out, statistics, weight, bias, rows,
+    launch(
+        _apply_kernel, (triton.cdiv(rows, sizes["ROWS"]),), features,
+        features if shortcut is None else shortcut, out, statistics, weight, bias, rows,
         RELU=relu, SHORTCUT=shortcut is not None, **sizes,
     )  # fmt: skip
     return out
@@ -227,7 +231,7 @@ def sums(grad: Tensor, features: Tensor, out: Tensor, statistics: Tensor, relu: 
     sizes = _sizes(channels)
     programs, share = _shares(rows, sizes["ROWS"])
     parts = torch.empty(programs, 2, channels, dtype=torch.float32, device=features.device)
-    _sum_kernel[(programs,)](grad, features, out, statistics, parts, rows, share, RELU=relu, **sizes)
+    launch(_sum_kernel, (programs,), grad, features, out, statistics, parts, rows, share, RELU=relu, **sizes)
     return parts.sum(0)
 
 
@@ -240,9 +244,10 @@ def gradients(
     sizes = _sizes(channels)
     feature_grad = torch.empty_like(features)
     shortcut_grad = torch.empty_like(features) if shortcut else None
-    _gradient_kernel[(triton.cdiv(rows, sizes["ROWS"]),)](
-        grad, features, out, statistics, weight, sums, feature_grad,
-        feature_grad if shortcut_grad is None else shortcut_grad, rows, RELU=relu, SHORTCUT=shortcut, **sizes,
+    launch(
+        _gradient_kernel, (triton.cdiv(rows, sizes["ROWS"]),), grad, features, out, statistics, weight, sums,
+        feature_grad, feature_grad if shortcut_grad is None else shortcut_grad, rows,
+        RELU=relu, SHORTCUT=shortcut, **sizes,
     )  # fmt: skip
     return feature_grad, shortcut_grad
 

@@ -11,24 +11,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bevctl.ops.kernels.launch import launch, sized
 from bevctl.ops.rulebook import TILE, Tiles
 
-_PROGRAMS, _PROGRAMS_OF_LARGE_BLOCKS = 1280, 640
-"""Programs that share a gradient of kernels: enough to fill a GPU, few enough for the sum over their parts."""
 
-
-@triton.jit
+@sized("inputs", "rows", "padded")
 def _convolve_kernel(
     features, kernels, out, table, order, offsets, counts, inputs, rows, padded,
-    stride_offset, stride_in, stride_out,
-    OFFSETS: tl.constexpr, REVERSE: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
+    OFFSETS: tl.constexpr, REVERSE: tl.constexpr, TRANSPOSE: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     place = tile * TILE + tl.arange(0, TILE)
     channel_in = tl.arange(0, BLOCK_IN)
     channel_out = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    kernel_place = channel_in[:, None] * stride_in + channel_out[None, :] * stride_out
+    if TRANSPOSE:
+        kernel_place = channel_in[:, None] + channel_out[None, :] * IN
+    else:
+        kernel_place = channel_in[:, None] * OUT + channel_out[None, :]
     total = tl.zeros((TILE, BLOCK_OUT), tl.float32)
     for index in range(tl.load(counts + tile)):
         offset = tl.load(offsets + tile * OFFSETS + index)
@@ -42,7 +42,7 @@ def _convolve_kernel(
                 other=0.0,
             )
             kernel = tl.load(
-                kernels + other * stride_offset + first * stride_in + kernel_place,
+                kernels + other * IN * OUT + first * (1 if TRANSPOSE else OUT) + kernel_place,
                 mask=(channel < IN)[:, None] & (channel_out < OUT)[None, :],
                 other=0.0,
             )
@@ -55,7 +55,7 @@ def _convolve_kernel(
     )
 
 
-@triton.jit
+@sized("inputs", "rows", "padded", "tiles", "splits")
 def _kernel_gradient_kernel(
     features, grad, partial, table, order, listed, counts, inputs, rows, padded, tiles, splits,
     OFFSETS: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
@@ -93,16 +93,21 @@ def _kernel_gradient_kernel(
     )
 
 
-def convolve(features: Tensor, kernels: Tensor, tiles: Tiles, rows: int, reverse: bool) -> Tensor:
-    """(rows, Cout) sums of features (inputs, Cin) @ kernels (K, Cin, Cout), kernels in reverse if asked."""
-    channels_in, channels_out = kernels.shape[1:]
+def convolve(features: Tensor, kernels: Tensor, tiles: Tiles, rows: int, reverse: bool, transpose: bool) -> Tensor:
+    """(rows, Cout) sums of features (inputs, Cin) @ kernels (K, Cin, Cout).
+
+    Kernels are contiguous, in reverse order and (K, Cout, Cin) where asked.
+    """
+    channels_in = features.shape[1]
+    channels_out = kernels.shape[1 if transpose else 2]
     out = features.new_empty(rows, channels_out)
     single = features.dtype == torch.float32
     block_out = _block(channels_out, 128)
-    _convolve_kernel[(len(tiles.offset_counts), triton.cdiv(channels_out, block_out))](
+    launch(
+        _convolve_kernel, (len(tiles.offset_counts), triton.cdiv(channels_out, block_out)),
         features, kernels, out, tiles.table, tiles.order, tiles.offsets, tiles.offset_counts,
-        len(features), rows, tiles.table.shape[1], *kernels.stride(),
-        OFFSETS=len(kernels), REVERSE=reverse, IN=channels_in, OUT=channels_out,
+        len(features), rows, tiles.table.shape[1],
+        OFFSETS=len(kernels), REVERSE=reverse, TRANSPOSE=transpose, IN=channels_in, OUT=channels_out,
         BLOCK_IN=_block(channels_in, 32 if single else 64), BLOCK_OUT=block_out, TILE=TILE,
         PRECISION=_precision(features), num_warps=2 if block_out == 16 else 4, num_stages=2 if single else 3,
     )  # fmt: skip
@@ -117,10 +122,12 @@ def kernel_gradient(features: Tensor, grad: Tensor, tiles: Tiles) -> Tensor:
     block_in, block_out = (_block(channels, 64 if single else 128) for channels in (channels_in, channels_out))
     area = block_in * block_out
     blocks = triton.cdiv(channels_in, block_in) * triton.cdiv(channels_out, block_out)
-    programs = _PROGRAMS_OF_LARGE_BLOCKS if area == 128 * 128 else _PROGRAMS
+    # Programs share a gradient: enough to fill a GPU, few enough for the sum over their parts.
+    programs = 640 if area == 128 * 128 else 1280 if area >= 64 * 64 else 2560
     splits = max(1, min(programs // (offsets * blocks), count))
     partial = torch.empty(splits, offsets, channels_in, channels_out, dtype=torch.float32, device=grad.device)
-    _kernel_gradient_kernel[(offsets, splits, blocks)](
+    launch(
+        _kernel_gradient_kernel, (offsets, splits, blocks),
         features, grad, partial, tiles.table, tiles.order, tiles.tiles, tiles.tile_counts,
         len(features), len(grad), tiles.table.shape[1], count, splits,
         OFFSETS=offsets, IN=channels_in, OUT=channels_out, BLOCK_IN=block_in, BLOCK_OUT=block_out, TILE=TILE,

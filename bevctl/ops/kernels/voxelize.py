@@ -9,13 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bevctl.ops.kernels.launch import launch, sized
 from bevctl.ops.transfer import to_device
 
 Triple = tuple[int, int, int]
 _BLOCK = 256
 
 
-@triton.jit
+@sized("first", "count", "sample", "columns", "size_x", "size_y", "size_z")
 def _cell_kernel(
     points, keys, first, count, sample, columns, low_x, low_y, low_z, edge_x, edge_y, edge_z, size_x, size_y, size_z,
     OUTSIDE: tl.constexpr, BLOCK: tl.constexpr,
@@ -43,7 +44,7 @@ def _starts(keys, place, points, OUTSIDE: tl.constexpr):
     return key, (key != before) & (key != OUTSIDE)
 
 
-@triton.jit
+@sized("points")
 def _open_kernel(keys, order, opens, points, OUTSIDE: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     _, start = _starts(keys, place, points, OUTSIDE)
@@ -51,7 +52,7 @@ def _open_kernel(keys, order, opens, points, OUTSIDE: tl.constexpr, BLOCK: tl.co
     tl.store(opens + point, start.to(tl.int32), mask=place < points)
 
 
-@triton.jit
+@sized("points", "cells", "max_voxels")
 def _keep_kernel(
     keys, order, opened, bounds, kept, points, cells, max_voxels, OUTSIDE: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -65,7 +66,7 @@ def _keep_kernel(
     tl.store(kept + place, (start & (number <= max_voxels)).to(tl.int32), mask=place < points)
 
 
-@triton.jit
+@sized("total", "size_x", "size_y", "size_z", "max_points")
 def _mean_kernel(
     points, keys, order, ends, features, coords, counts, total, size_x, size_y, size_z, max_points,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, OUTSIDE: tl.constexpr, BLOCK: tl.constexpr,
@@ -112,7 +113,9 @@ def voxelize(
     keys = torch.empty(total, dtype=kind, device=points.device)
     for sample, (first, count) in enumerate(zip(bounds, sizes, strict=True)):
         if count:
-            _cell_kernel[_grid(count)](
+            launch(
+                _cell_kernel,
+                _grid(count),
                 points,
                 keys,
                 first,
@@ -127,18 +130,29 @@ def voxelize(
             )
     keys, order = torch.sort(keys, stable=True)
     flags = torch.empty(total, dtype=torch.int32, device=points.device)
-    _open_kernel[_grid(total)](keys, order, flags, total, OUTSIDE=outside, BLOCK=_BLOCK)
+    launch(_open_kernel, _grid(total), keys, order, flags, total, OUTSIDE=outside, BLOCK=_BLOCK)
     opened = flags.cumsum(0, dtype=torch.int32)
-    _keep_kernel[_grid(total)](
-        keys, order, opened, firsts, flags, total, cells, max_voxels, OUTSIDE=outside, BLOCK=_BLOCK
+    launch(
+        _keep_kernel,
+        _grid(total),
+        keys,
+        order,
+        opened,
+        firsts,
+        flags,
+        total,
+        cells,
+        max_voxels,
+        OUTSIDE=outside,
+        BLOCK=_BLOCK,
     )
     ends = flags.cumsum(0, dtype=torch.int32)
     limit = min(total, len(sizes) * max_voxels)
     features = points.new_zeros(limit, columns)
     coords = torch.full((limit, 4), -1, dtype=torch.int64, device=points.device)
     counts = torch.zeros(limit, dtype=torch.int64, device=points.device)
-    _mean_kernel[_grid(total)](
-        points, keys, order, ends, features, coords, counts, total, *shape, max_points,
+    launch(
+        _mean_kernel, _grid(total), points, keys, order, ends, features, coords, counts, total, *shape, max_points,
         COLUMNS=columns, WIDTH=triton.next_power_of_2(columns), OUTSIDE=outside, BLOCK=_BLOCK,
     )  # fmt: skip
     return features, coords, counts
