@@ -6,7 +6,9 @@ asked for once. It works on tensors at fixed addresses, which stay allocated fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +16,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from bevctl.engine.stand_in import Report, StandIn, state_kept, tensors_in, with_tensors
-
-_WARM_UP = 2
-"""Passes before the recording: libraries choose their kernels and allocate their workspaces in the first."""
 
 
 def record_parts(model: nn.Module, names: Iterable[str], report: Report) -> list[str]:
@@ -77,22 +76,26 @@ class Recording:
         # A cache would hand halves of the weights from one recording to another.
         with torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False):
             _warm_up(forward, arguments, leaves)
-            self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-            # Threads that pin memory may go on meanwhile.
-            with torch.cuda.graph(self._forward, capture_error_mode="thread_local"):
-                result = forward(*arguments)
-            outputs = list(tensors_in(result))
-            ends = [t for t in outputs if t.requires_grad]
-            self._output_grads = [torch.empty_like(t) for t in ends]
-            with torch.cuda.graph(self._backward, pool=self._forward.pool(), capture_error_mode="thread_local"):
-                gradients = torch.autograd.grad(ends, leaves, self._output_grads, allow_unused=True)
+            result = self._record(forward, arguments, leaves)
+        outputs = list(tensors_in(result))
         self.differentiable = [t.requires_grad for t in outputs]
         self.outputs = [t.detach() for t in outputs]
         self._result = with_tensors(result, iter(self.outputs))
-        found = iter(gradients)
-        self._input_grads = [next(found) if t.requires_grad else None for t in self._inputs]
-        self._parameter_grads = list(found)
         self.runs = 0
+
+    def _record(self, forward: Callable[..., Any], arguments: Sequence[Any], leaves: Sequence[Tensor]) -> Any:
+        """Both graphs, and the tensors at their ends; returns the result of `forward`."""
+        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        # Threads that pin memory may go on meanwhile.
+        with torch.cuda.graph(self._forward, capture_error_mode="thread_local"):
+            result = forward(*arguments)
+        ends = [t for t in tensors_in(result) if t.requires_grad]
+        self._output_grads = [torch.empty_like(t) for t in ends]
+        with torch.cuda.graph(self._backward, pool=self._forward.pool(), capture_error_mode="thread_local"):
+            gradients = iter(torch.autograd.grad(ends, leaves, self._output_grads, allow_unused=True))
+        self._input_grads = [next(gradients) if t.requires_grad else None for t in self._inputs]
+        self._parameter_grads = list(gradients)
+        return result
 
     def takes(self, inputs: Sequence[Any]) -> bool:
         """Whether `inputs` have the shapes and types of the recorded ones."""
@@ -145,7 +148,23 @@ def _warm_up(forward: Callable[..., Any], arguments: Sequence[Any], leaves: Sequ
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(_WARM_UP):
-            ends = [t for t in tensors_in(forward(*arguments)) if t.requires_grad]
-            torch.autograd.grad(ends, leaves, [torch.zeros_like(t) for t in ends], allow_unused=True)
+        for guard in (contextlib.nullcontext(), _without_waiting()):
+            with guard:
+                ends = [t for t in tensors_in(forward(*arguments)) if t.requires_grad]
+                torch.autograd.grad(ends, leaves, [torch.zeros_like(t) for t in ends], allow_unused=True)
     torch.cuda.current_stream().wait_stream(stream)
+
+
+@contextlib.contextmanager
+def _without_waiting() -> Iterator[None]:
+    """Raises RuntimeError where the block waits for the device, which no recording may; trying would break it."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    if any("synchronizing CUDA operation" in str(warning.message) for warning in caught):
+        raise RuntimeError("it waits for the device")
