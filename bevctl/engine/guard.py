@@ -104,7 +104,7 @@ def _stopped(what: str, outcome: StepOutcome, found: Nonfinite, why: str = "") -
 
 
 class FutilityWatch:
-    """Notices a run that trains nothing: its loss is exactly 0, or every step is skipped."""
+    """Notices a run that trains next to nothing: its loss is exactly 0, or most of its steps are skipped."""
 
     NOTED_AFTER = 50
     """Steps with a loss of 0 before it is said."""
@@ -122,16 +122,19 @@ class FutilityWatch:
         return f"The loss is {self._zero_sentence()}" if self._zero == self.steps == self.NOTED_AFTER else ""
 
     def conclusion(self) -> str:
-        """What a run that trained nothing has to say at its end; empty for any other.
+        """What a run that trained next to nothing has to say at its end; empty for any other.
 
         Raises:
-            BevctlError: all its steps were skipped, and not for the search of a loss scale (exit code 5).
+            BevctlError: most of its steps were skipped, and not for the search of a loss scale (exit code 5).
         """
+        if 2 * self.failed > self.steps:
+            raise BevctlError(
+                f"{self.skipped} of {self.steps} steps were skipped as not finite.",
+                "Find the cause with `bevctl diagnose nan`.",
+                ExitCode.NONFINITE,
+            )
         if self.steps and self.skipped == self.steps:
-            message = f"All {self.steps} steps were skipped as not finite: the weights are those it started with"
-            if self.failed:
-                raise BevctlError(f"{message}.", "Find the cause with `bevctl diagnose nan`.", ExitCode.NONFINITE)
-            return f"{message}, the loss scale was still being searched"
+            return f"all {self.steps} steps were skipped: the loss scale was still being searched"
         return f"the loss was {self._zero_sentence()}" if self.steps and self._zero == self.steps else ""
 
     def _zero_sentence(self) -> str:

@@ -84,8 +84,8 @@ class IncidentKeeper:
     """Of checkpoints."""
 
     def wants(self, found: Nonfinite) -> bool:
-        """Whether a bundle of such a step has a place."""
-        return not found.benign and self.shelf.admits(found.kind)
+        """Whether such a step gets a bundle: it is news, and there is a place."""
+        return found.news and not found.benign and self.shelf.admits(found.kind)
 
     def keep(
         self, outcome: StepOutcome, found: Nonfinite, seen: Witness, ring: Sequence[RingEntry], message: str

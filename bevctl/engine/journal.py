@@ -90,7 +90,7 @@ class RunJournal:
         self._advance_bar(record.epoch, inner)
 
     def wants_incident(self, found: Nonfinite) -> bool:
-        """Whether a bundle of such a step has a place; every rank must ask."""
+        """Whether such a step gets a bundle; every rank must ask."""
         return self.keeper.wants(found)
 
     def nonfinite(self, outcome: StepOutcome, found: Nonfinite, ring: Sequence[RingEntry] | None) -> None:

@@ -48,6 +48,8 @@ class Nonfinite:
     """Losses that are not finite on some rank."""
     parts: tuple[str, ...]
     """Parts of the model whose gradient is not finite."""
+    news: bool = True
+    """Not a repetition: the first of its row of such steps, or graver than those before it in the row."""
 
     @property
     def benign(self) -> bool:
@@ -94,6 +96,8 @@ class Classifier:
         self._held = math.inf
         """Scale after the last overflow: the highest that cannot be a probe."""
         self._good = self._bad = 0
+        self._gravity = -1
+        """Of the gravest step in the present row of steps that were not finite."""
         self._overflows: deque[bool] = deque(maxlen=2 * _WINDOW)
 
     @staticmethod
@@ -105,7 +109,7 @@ class Classifier:
         if self._held == math.inf:
             self._held = outcome.record.loss_scale or 1.0
         if not outcome.skipped:
-            self._good, self._bad = self._good + 1, 0
+            self._good, self._bad, self._gravity = self._good + 1, 0, -1
             self._found |= self._good >= SETTLED
             self._overflows.append(False)
             return None
@@ -115,7 +119,8 @@ class Classifier:
         kind = FORWARD if losses or not _finite(outcome.record.loss) else self._kind(outcome)
         self._overflows.append(kind not in BENIGN)
         self._held = (outcome.record.loss_scale or 1.0) * self._backoff
-        return Nonfinite(kind, losses, parts)
+        before, self._gravity = self._gravity, max(self._gravity, KINDS.index(kind))
+        return Nonfinite(kind, losses, parts, news=self._gravity > before)
 
     def _kind(self, outcome: StepOutcome) -> str:
         """The kind of a step whose losses are finite."""

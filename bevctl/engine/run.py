@@ -306,7 +306,7 @@ def _fit(trainer: Trainer, journal: RunJournal) -> ExitCode:
 def _conclusion(trainer: Trainer) -> str:
     """How a run that came to its end is called."""
     nothing = trainer.futility.conclusion()
-    return f"Finished, but {nothing[0].lower()}{nothing[1:]}" if nothing else "Finished"
+    return f"Finished, but {nothing}" if nothing else "Finished"
 
 
 def _worker_died(error: Exception) -> BevctlError:

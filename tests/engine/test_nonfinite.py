@@ -70,6 +70,28 @@ def test_a_search_that_ends_below_one_is_a_collapse() -> None:
     assert kinds == {1: "calibration", 2: "calibration", 3: "calibration", 4: "collapse", 5: "collapse"}
 
 
+def test_news_is_the_first_of_a_row_or_what_is_graver() -> None:
+    classifier = Classifier(scaled=True, dynamic=True, backoff=0.5, fresh=False)
+    losses = {"loss/map/divider/focal": math.nan}
+    steps = [
+        *(outcome(skipped=True, scale=scale) for scale in (64.0, 32.0)),
+        *(outcome(skipped=True, scale=scale, losses=losses) for scale in (16.0, 8.0)),
+        outcome(skipped=True, scale=4.0),
+        outcome(scale=2.0),
+        outcome(skipped=True, scale=2.0),
+    ]
+    found = [classifier.observe(step) for step in steps]
+    assert [step and (step.kind, step.news) for step in found] == [
+        ("overflow", True),
+        ("overflow", False),
+        ("forward", True),
+        ("forward", False),
+        ("overflow", False),
+        None,
+        ("overflow", True),
+    ]
+
+
 def test_overflows_that_come_more_often_are_rising() -> None:
     bad = {230, 320, 420, 430, 440, 450, 460, 470, 480}
     steps = [outcome(i, skipped=i in bad, scale=512.0) for i in range(1, 500)]

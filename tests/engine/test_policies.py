@@ -224,10 +224,11 @@ def test_a_run_without_a_loss_is_called_so(tmp_path: Path, bench: Bench) -> None
 def test_a_run_of_skipped_steps_only_is_no_success(tmp_path: Path, bench: Bench) -> None:
     bench.sabotage = lambda _, loss: loss * float("nan")
     config = point_config(tmp_path / "run")
-    with pytest.raises(BevctlError, match="All 16 steps were skipped") as caught:
+    with pytest.raises(BevctlError, match="16 of 16 steps were skipped") as caught:
         bench.train(config)
     assert caught.value.code == ExitCode.NONFINITE
     assert _status(tmp_path / "run") == "nonfinite"
+    assert [folder.name for folder in find_incidents(tmp_path / "run")] == ["1"], "the others repeat it"
     calibrating = dataclasses.replace(
         point_config(tmp_path / "short", precision={"dtype": "fp16", "init_scale": 2.0**60}), name="short"
     )
