@@ -43,6 +43,9 @@ class TopicCommand(click.Command):
 @click.option("--source", metavar="DIR", type=_FILE, help="The model's source code; it is read, never run.")
 @click.option("--config", metavar="CONFIG", help="The run's config, where its folder holds none.")
 @click.option("--checkpoint", metavar="CKPT", type=_FILE, help="A checkpoint to examine.")
+@click.option(
+    "--forecast", is_flag=True, help="Of a healthy run: what FP16 could not hold, and the settings that help."
+)
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where to compute; auto.")
 @click.option(
     "--fail-on", type=click.Choice(["info", "warn", "fail"]), default="warn", help="Least severity that exits 1; warn."
@@ -59,6 +62,7 @@ def command(
     source: Path | None,
     config: str | None,
     checkpoint: Path | None,
+    forecast: bool,
     device: str,
     fail_on: str,
 ) -> int:
@@ -81,6 +85,7 @@ def command(
         source=source,
         config=config,
         checkpoint=checkpoint,
+        forecast=forecast,
         device=device,
         say=console.info,
     )

@@ -62,24 +62,24 @@ class Bundle:
 
     def steps(self, moment: Moment, count: int) -> Iterator[list[Batch]]:
         """The batches of `count` steps after a moment of the run; none without its data."""
-        return itertools.islice(self._steps(moment), count if self.dataset is not None else 0)
+        return iter(()) if self.dataset is None else itertools.islice(steps_after(moment, self.dataset), count)
 
     def with_config(self, config: Config) -> Bundle:
         """The same incident, with the data as another config reads them. Raises BevctlError where it does not fit."""
         dataset = NuScenesDataset(config, "train") if self.dataset is not None else None
         return dataclasses.replace(self, dataset=dataset)
 
-    def _steps(self, moment: Moment) -> Iterator[list[Batch]]:
-        assert self.dataset is not None
-        config, accumulate = moment.config, moment.config.train.accumulate
-        first, inner = divmod(moment.iteration, moment.setting.iters_per_epoch)
-        for epoch in itertools.count(first):
-            start = inner * accumulate
-            loader = training_loader(
-                config, self.dataset, moment.world, epoch, start, pin=False, reshuffles=_reshuffles(moment)
-            )
-            yield from itertools.islice(_in_groups(iter(loader), accumulate), moment.setting.iters_per_epoch - inner)
-            inner = 0
+
+def steps_after(moment: Moment, dataset: NuScenesDataset) -> Iterator[list[Batch]]:
+    """The batches of each step after a moment, as the run's rank had or will have them; without an end."""
+    config, accumulate = moment.config, moment.config.train.accumulate
+    first, inner = divmod(moment.iteration, moment.setting.iters_per_epoch)
+    for epoch in itertools.count(first):
+        loader = training_loader(
+            config, dataset, moment.world, epoch, inner * accumulate, pin=False, reshuffles=_reshuffles(moment)
+        )
+        yield from itertools.islice(_in_groups(iter(loader), accumulate), moment.setting.iters_per_epoch - inner)
+        inner = 0
 
 
 def _reshuffles(moment: Moment) -> list[Reshuffle]:

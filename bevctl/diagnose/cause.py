@@ -15,6 +15,7 @@ from bevctl.diagnose.report import DiagnoseFinding, Remedy
 from bevctl.finding import Evidence, Severity
 from bevctl.numerics.extent import Extent
 from bevctl.numerics.formats import short_name
+from bevctl.numerics.place import Place
 from bevctl.numerics.record import Culprit, OpRecord
 
 RANGE, CODE, DATA, STATE, TRANSIENT = "NAN201", "NAN202", "NAN203", "NAN204", "NAN205"
@@ -86,7 +87,7 @@ def hidden_finding(culprit: Culprit) -> DiagnoseFinding | None:
         Severity.WARN,
         0.95,
         f"{hiding.op} hides numbers that are not finite",
-        (Evidence(where_of(hiding), hiding.note),),
+        (Evidence(where_of(hiding.place), hiding.note),),
         "The loss stays finite while what it is made of is not, so that only gradients show it, or nothing does.",
         (Remedy({}, "take it out, at least until the cause is cured: a skipped step is better than a wrong one"),),
     )
@@ -98,15 +99,12 @@ def growth_of(ring: Sequence[dict[str, object]]) -> float:
     return losses[-1] / min(losses) if losses else 1.0
 
 
-def where_of(record: OpRecord) -> str:
-    """Module, file and line of an operation."""
-    place = record.place
+def where_of(place: Place) -> str:
+    """Module, file and line of an operation; the file below the package or the working directory."""
     file = Path(place.file)
-    for root in (Path(bevctl.__file__).parents[1], Path.cwd()):
-        if file.is_relative_to(root):
-            file = file.relative_to(root)
-            break
-    line = f"{file}:{place.line}" if place.file else "no line known"
+    roots = (Path(bevctl.__file__).parents[1], Path.cwd())
+    shown = next((file.relative_to(root) for root in roots if file.is_relative_to(root)), file)
+    line = f"{shown}:{place.line}" if place.file else "no line known"
     return f"{place.module or 'the model itself'}, {line}"
 
 
@@ -115,7 +113,7 @@ def _operation(record: OpRecord) -> Iterator[Evidence]:
     inputs = "; ".join(_in_words(extent) for extent in record.inputs) or "nothing"
     gives = "; ".join(_in_words(extent) for extent in outputs)
     kind = f"{record.phase} {record.op}" + (f" in {record.node}" if record.node else "")
-    yield Evidence(where_of(record), f"{kind}: from {inputs}, it gives {gives}")
+    yield Evidence(where_of(record.place), f"{kind}: from {inputs}, it gives {gives}")
 
 
 def _in_words(extent: Extent) -> str:
@@ -252,7 +250,7 @@ def _of_code(scene: Scene, culprit: Culprit) -> Cause:
     # The autograd node names the operation of the forward pass, which is the one in the code.
     names = (culprit.record.node.lower(), culprit.record.op.lower())
     advice = next((text for name in names for part, text in _ADVICE.items() if part in name), None)
-    own = f"change the code at {where_of(culprit.record)}: {advice or 'keep its inputs where it is defined'}"
+    own = f"change the code at {where_of(culprit.record.place)}: {advice or 'keep its inputs where it is defined'}"
     return Cause(
         DiagnoseFinding(
             CODE,

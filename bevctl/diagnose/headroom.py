@@ -12,13 +12,13 @@ _ROWS = 6
 _COLUMNS = ("module", "phase", "operation", "largest", "of_limit", "saturated", "underflow")
 
 
-def headroom(ranges: Sequence[ModuleRange], title: str) -> Table:
-    """The modules with the largest finite FP16 results of a traced step.
+def headroom(ranges: Sequence[ModuleRange], title: str, dtype: str = "float16") -> Table:
+    """The modules with the largest finite results in a format, float16 or bfloat16, of traced steps.
 
     `of_limit` is the largest over 65504, `saturated` the share of a result above 0.9 times that, `underflow` the share
     of the module's non-zero results so small that FP16 loses bits of them.
     """
-    halves = [entry for entry in ranges if entry.dtype == "float16"]
+    halves = [entry for entry in ranges if entry.dtype == dtype]
     closest = sorted(halves, key=lambda entry: -entry.largest)[:_ROWS]
     rows = [
         (

@@ -14,6 +14,10 @@ def diagnose(request: DiagnoseRequest) -> Diagnosis:
     Raises:
         BevctlError: the run cannot be read, or holds no incident to replay.
     """
+    if request.forecast:
+        from bevctl.diagnose.nan_forecast import diagnose_forecast
+
+        return diagnose_forecast(request)
     if not request.replay:
         return _from_files(request)
     if request.run is None:

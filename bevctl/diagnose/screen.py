@@ -18,6 +18,7 @@ _ANSWERS = {
     Status.CLEAR: ("CLEAR", "green", "nothing harmful was found"),
     Status.INCONCLUSIVE: ("INCONCLUSIVE", "yellow", "what is here does not decide it"),
 }
+_LONGEST_CELL = 40
 _LABEL = 10
 """Columns of the words before each paragraph."""
 
@@ -92,4 +93,6 @@ def _table(numbers: Table) -> RenderableType:
 def _cell(value: object) -> object:
     if value is None:
         return ""
+    if isinstance(value, str) and len(value) > _LONGEST_CELL:
+        return f"..{value[2 - _LONGEST_CELL :]}"  # of a dotted name the end tells more
     return f"{value:.5g}" if isinstance(value, float) else value
