@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from bevctl.batch import Calibration
 from bevctl.config.schema import ViewTransformConfig
 from bevctl.errors import BevctlError
+from bevctl.models.depth_transform import DepthTransform, conv_norm_act
+from bevctl.models.layers import channels_last
 from bevctl.models.view_geometry import frustum_grid, frustum_rays, rasterize_depth
 from bevctl.ops.bev_pool import SplatIndex, frustum_cells, index_points, lift_splat
 
@@ -133,7 +135,7 @@ class LSSTransform(LiftSplat):
     ) -> Tensor:
         """(B, N, C, h, w) features → (B, C', X, Y); `points` are not used."""
         self.check_features(features)
-        logits: Tensor = self.depthnet(features.flatten(0, 1))
+        logits: Tensor = self.depthnet(channels_last(features.flatten(0, 1)))
         return self.splat(logits.unflatten(0, features.shape[:2]), calibration)
 
 
@@ -142,14 +144,10 @@ class DepthLSSTransform(LiftSplat):
 
     def __init__(self, config: ViewTransformConfig, image_size: tuple[int, int], in_channels: int) -> None:
         super().__init__(config, image_size)
-        self.dtransform = nn.Sequential(
-            *_conv_norm_act(1, 8, 1),
-            *_conv_norm_act(8, 32, 5, stride=4),
-            *_conv_norm_act(32, _DEPTH_CHANNELS, 5, stride=2),
-        )
+        self.dtransform = DepthTransform(_DEPTH_CHANNELS)
         self.depthnet = nn.Sequential(
-            *_conv_norm_act(_DEPTH_CHANNELS + in_channels, in_channels, 3),
-            *_conv_norm_act(in_channels, in_channels, 3),
+            *conv_norm_act(_DEPTH_CHANNELS + in_channels, in_channels, 3),
+            *conv_norm_act(in_channels, in_channels, 3),
             nn.Conv2d(in_channels, self.bins + self.channels, 1),
         )
 
@@ -175,16 +173,10 @@ class DepthLSSTransform(LiftSplat):
                     "Load points, or set model.camera.view.kind to lss.",
                 )
             depth_raster = rasterize_depth(points, calibration, self.image_size)
-        # One channel fits both memory formats; as the view of a channels-last image, the convolutions keep that one.
-        depth = self.dtransform(depth_raster.flatten(0, 1)[..., None].permute(0, 3, 1, 2))
-        joined = torch.cat([depth, features.flatten(0, 1)], dim=1)
-        logits: Tensor = self.depthnet(joined.contiguous(memory_format=torch.channels_last))
+        depth = self.dtransform(depth_raster.flatten(0, 1)[:, None])
+        joined = torch.cat([depth, channels_last(features.flatten(0, 1))], dim=1)
+        logits: Tensor = self.depthnet(joined)
         return self.splat(logits.unflatten(0, features.shape[:2]), calibration)
-
-
-def _conv_norm_act(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> list[nn.Module]:
-    conv = nn.Conv2d(in_channels, out_channels, kernel, stride, kernel // 2)
-    return [conv, nn.BatchNorm2d(out_channels), nn.ReLU(inplace=True)]
 
 
 def _downsample(channels: int) -> nn.Sequential:

@@ -17,6 +17,7 @@ from bevctl.errors import BevctlError
 from bevctl.models.view_geometry import frustum_grid, frustum_rays, rasterize_depth
 from bevctl.models.view_transform import DepthLSSTransform, LSSTransform, build_view_transform
 from tests import golden
+from tests.ops.backends import BACKENDS, DEVICES, running
 
 IMAGE = (32, 64)
 SMALL = ViewTransformConfig(xbound=(-8.0, 8.0, 1.0), ybound=(-8.0, 8.0, 1.0), dbound=(1.0, 9.0, 1.0), channels=6)
@@ -206,6 +207,24 @@ def test_trains_under_autocast(kind: str, downsample: int) -> None:
         assert tensor.grad.isfinite().all()
     assert features.grad is not None
     assert features.grad.any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["depth_lss", "lss"])
+def test_both_backends_agree(kind: str, device: str) -> None:
+    torch.manual_seed(0)
+    view = build_view_transform(dataclasses.replace(SMALL, kind=kind), 5, IMAGE).to(device)
+    features = torch.randn(2, 2, 5, 4, 8, device=device, requires_grad=True)
+    points = [torch.rand(200, 5, device=device) * 8, torch.empty(0, 5, device=device)]
+    calibration = Calibration(**{name: value.to(device) for name, value in vars(rig(True)).items()})
+    results = []
+    for name in BACKENDS:
+        with running(name, device):
+            bev = view(features, points, moved(calibration))
+            results.append((bev, *torch.autograd.grad(bev.square().sum(), features)))
+    # On a GPU, convolutions of float32 run in TF32.
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2 * float(expected.detach().abs().max()))
 
 
 def test_a_raster_replaces_the_points() -> None:
