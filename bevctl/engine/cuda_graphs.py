@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from bevctl.engine.stand_in import Report, StandIn, state_kept, tensors_in, with_tensors
+from bevctl.errors import BevctlError, ExitCode
 
 
 def record_parts(model: nn.Module, names: Iterable[str], report: Report) -> list[str]:
@@ -65,6 +66,10 @@ class Recording:
         forward: function of tensors, nested in lists, tuples or dataclasses, and `parameters`, to the same.
         inputs: its arguments, on a GPU.
         parameters: leaves that get gradients; read where they lie whenever a pass runs.
+
+    Raises:
+        RuntimeError: `forward` waits for the device; nothing was recorded.
+        BevctlError: the recording failed.
     """
 
     def __init__(self, forward: Callable[..., Any], inputs: Sequence[Any], parameters: Sequence[Tensor]) -> None:
@@ -76,7 +81,16 @@ class Recording:
         # A cache would hand halves of the weights from one recording to another.
         with torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False):
             _warm_up(forward, arguments, leaves)
-            result = self._record(forward, arguments, leaves)
+            try:
+                result = self._record(forward, arguments, leaves)
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except RuntimeError as error:  # the device's random state stays half recorded
+                raise BevctlError(
+                    f"A part of the model cannot be recorded as a CUDA graph: {str(error).splitlines()[0]}",
+                    "Set train.cuda_graphs=false.",
+                    ExitCode.RUN_FAILED,
+                ) from error
         outputs = list(tensors_in(result))
         self.differentiable = [t.requires_grad for t in outputs]
         self.outputs = [t.detach() for t in outputs]

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from bevctl.errors import BevctlError
+
 Report = Callable[[str], None]
 """Takes a sentence for whoever watches the run."""
 _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 8e-2, torch.float32: 2e-3}
@@ -54,7 +56,7 @@ class StandIn(ABC):
         expected = self._trial(self.plain, inputs)
         try:
             wrong = difference(self._trial(self.run, inputs), expected)
-        except torch.cuda.OutOfMemoryError:
+        except (torch.cuda.OutOfMemoryError, BevctlError):
             raise
         except Exception as error:  # compilers and recorders fail in ways of their own
             reason = " ".join(str(error).split("\n")[:2])

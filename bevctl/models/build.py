@@ -50,8 +50,16 @@ def static_parts(model: ModelConfig, recomputing: bool = True) -> list[str]:
 
     Without `recomputing`, modules that recompute their own activations are left out too.
     """
-    names = [name for name, part in _STATIC_PARTS.items() if part not in model.checkpointing]
-    return [name for name in names if recomputing or _RECOMPUTES_INSIDE.get(name) not in model.checkpointing]
+    # A timm model puts random states back when it recomputes, and no recording can hold those.
+    recomputing_inside = set(_RECOMPUTES_INSIDE) if not recomputing else set()
+    if model.camera is not None and model.camera.backbone != "swin":
+        recomputing_inside.add("encoders.camera.backbone")
+    return [
+        name
+        for name, outside in _STATIC_PARTS.items()
+        if outside not in model.checkpointing
+        and not (name in recomputing_inside and _RECOMPUTES_INSIDE[name] in model.checkpointing)
+    ]
 
 
 def build_model(config: Config) -> nn.Module:

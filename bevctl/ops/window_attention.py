@@ -80,6 +80,8 @@ def window_attention_reference(qkv: Tensor, padding: Tensor, bias: Tensor, windo
 def _padded_and_shifted(x: Tensor, padding: Tensor, window: int, shift: int) -> Tensor:
     for axis in (1, 2):
         missing = -x.shape[axis] % window
+        if not missing and not shift:
+            continue
         shape = list(x.shape)
         shape[axis] = missing
         filled = padding.expand(shape)
