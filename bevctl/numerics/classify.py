@@ -12,13 +12,14 @@ from bevctl.numerics.record import Status
 CONSTANT = "a constant of the code is not finite"
 
 
-def classify(call: Call, known: Sequence[Known], outputs: Sequence[Extent]) -> tuple[Status, str]:
+def classify(call: Call, known: Sequence[Known], outputs: Sequence[Extent], on_purpose: bool) -> tuple[Status, str]:
     """Status of an operation's record, and why: see `OpRecord.status`.
 
     Args:
         call: the operation.
         known: its floating-point inputs.
         outputs: what it made.
+        on_purpose: it reads a test of what is finite.
     """
     traits = call.traits
     if traits.uninitialised is not None:
@@ -26,7 +27,9 @@ def classify(call: Call, known: Sequence[Known], outputs: Sequence[Extent]) -> t
     bad_inputs = [k for k in known if k.extent.bad]
     culpable = any(not k.declared for k in bad_inputs)
     if not any(extent.bad for extent in outputs):
-        return ("masks", traits.masking.reason) if culpable and traits.masking is not None else ("fine", "")
+        if not culpable or traits.masking is None:
+            return "fine", ""
+        return "masks" if traits.masking.blanket or on_purpose else "drops", traits.masking.reason
     if culpable:
         return "inherits", ""
     excuse = _excuse(call, bad_inputs, outputs)

@@ -36,11 +36,7 @@ def find_culprit(
     for outcome in outcomes:
         for cause in walk.causes(outcome.writer):
             reached.setdefault(cause, []).append(outcome.name)
-    masks: dict[int, OpRecord] = {}
-    for record in records:
-        if record.status == "masks":
-            for cause in walk.undeclared_causes(record):
-                masks.setdefault(cause, record)
+    masks = _masked(walk, faults)
     if not reached and not masks:
         raised = next((record for record in records if record.status == "raised"), None)
         return None if raised is None else _from_error(raised, faults)
@@ -48,6 +44,20 @@ def find_culprit(
     names = reached.get(cause, [])
     cause = _earlier_twin(cause, masks, walk) if reached else cause
     return _culprit(cause, walk, names, masks.get(cause), faults)
+
+
+def _masked(walk: _Walk, faults: Sequence[InputFault]) -> dict[int, OpRecord]:
+    """Causes that were hidden, and the first record that hid each.
+
+    What a mere selection leaves out counts where it is faulty data: much code divides first and selects then.
+    """
+    masks: dict[int, OpRecord] = {}
+    for record in walk.records.values():
+        if record.status in ("masks", "drops"):
+            for cause in walk.undeclared_causes(record):
+                if record.status == "masks" or walk.is_of_data(cause, faults):
+                    masks.setdefault(cause, record)
+    return masks
 
 
 def _earlier_twin(cause: int, masks: Iterable[int], walk: _Walk) -> int:
@@ -85,10 +95,14 @@ class _Walk:
         """Later records that are not finite because of `cause`."""
         return [r for r in self.records.values() if r.status == "inherits" and cause in self._causes[r.index]]
 
-    def inputs_of(self, record: OpRecord) -> set[str]:
-        """Names of the data that the inputs of a record were computed from."""
+    def is_of_data(self, cause: int, faults: Sequence[InputFault]) -> bool:
+        """Whether a cause is faulty data, or comes from it."""
+        return not self.inputs_of(cause).isdisjoint(fault.name for fault in faults)
+
+    def inputs_of(self, cause: int) -> set[str]:
+        """Names of the data that a record or source was computed from."""
         names: set[str] = set()
-        seen, open_ends = set(record.parents), list(record.parents)
+        seen, open_ends = {cause}, [cause]
         while open_ends:
             current = open_ends.pop()
             if current < 0:
@@ -144,7 +158,7 @@ def _judged_with_data(
     own = record.verdict or Verdict("unknown", "memory changed without an operation that torch sees")
     if record.phase == "backward":
         return own, record.samples
-    names = walk.inputs_of(record)
+    names = walk.inputs_of(record.index)
     guilty = [fault for fault in faults if fault.name in names]
     if guilty:
         samples = sorted({sample for fault in guilty for sample in fault.samples})

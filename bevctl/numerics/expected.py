@@ -25,6 +25,8 @@ class Rule:
     """Of an operation, counted from 0; all where empty."""
     largest: float = float("inf")
     """Largest plausible magnitude."""
+    blanket: bool = False
+    """Whether the operation replaces everything that is not finite."""
 
     def matches(self, name: str) -> bool:
         return fnmatch.fnmatchcase(name, self.pattern)
@@ -65,4 +67,5 @@ def _rule(row: dict[str, Any]) -> Rule:
         columns=tuple(row.get("columns", ())),
         outputs=tuple(row.get("outputs", ())),
         largest=float(row.get("largest", "inf")),
+        blanket=row.get("blanket", False),
     )

@@ -11,7 +11,7 @@ from bevctl.numerics.place import Place
 
 VerdictKind = Literal["overflow", "underflow", "data", "weights", "code", "unknown"]
 Phase = Literal["forward", "recompute", "backward", "outside"]
-Status = Literal["fine", "origin", "inherits", "declared", "masks", "raised"]
+Status = Literal["fine", "origin", "inherits", "declared", "masks", "drops", "raised"]
 SourceKind = Literal["data", "weight", "unseen"]
 CulpritKind = Literal["operation", "data", "weight", "unseen"]
 
@@ -56,7 +56,9 @@ class OpRecord:
     is_gradient: bool = False
     """Whether its numbers grow with the loss scale: what a backward pass makes of activations alone does not."""
     status: Status = "fine"
-    """origin: finite inputs, non-finite output; declared: legitimately non-finite; masks: the other way round."""
+    """origin: finite inputs, non-finite output. inherits: neither is finite. declared: legitimately not finite.
+    masks: non-finite inputs, finite output, on purpose; drops: the same by a selection that may mean something else.
+    raised: ended in an error."""
     note: str = ""
     """Why it is declared, what it masks, or what it raised."""
     verdict: Verdict | None = None

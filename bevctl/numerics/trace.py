@@ -17,6 +17,7 @@ from bevctl.numerics.culprit import GRADIENT, Outcome, find_culprit, inheritors_
 from bevctl.numerics.extent import Extent, measure
 from bevctl.numerics.inputs import BatchLayout, InputFault, input_faults, named_tensors
 from bevctl.numerics.ledger import Known, Ledger, address
+from bevctl.numerics.masking import FinitenessTests
 from bevctl.numerics.operation import Call, floating_tensors, traits_of, written_tensors
 from bevctl.numerics.place import Place, Places
 from bevctl.numerics.ranges import RangeCounter
@@ -65,6 +66,7 @@ class Trace(TorchDispatchMode):
         weights = [*model.named_parameters(), *model.named_buffers()]
         self._ledger = Ledger({address(tensor): name for name, tensor in weights})
         self._recent = RecentCalls()
+        self._tests = FinitenessTests()
         self._ranges = ranges
         self._outcomes: list[Outcome] = []
         self._layout = BatchLayout(0)
@@ -155,6 +157,7 @@ class Trace(TorchDispatchMode):
         except (RuntimeError, IndexError, ValueError) as error:
             self._keep(dataclasses.replace(record, status="raised", note=str(error).strip().split("\n")[0]))
             raise
+        self._tests.note(call, result)
         outputs = written_tensors(call.traits, args, kwargs, result)
         if outputs:
             self._finish(record, call, known, outputs)
@@ -189,7 +192,7 @@ class Trace(TorchDispatchMode):
         """Measures what a call made, classifies it, and remembers it."""
         traits = call.traits
         extents = [_unmeasured(t) for t in outputs] if traits.uninitialised else measure(outputs)
-        status, note = classify(call, known, extents)
+        status, note = classify(call, known, extents, self._tests.used_by(call))
         record = dataclasses.replace(record, outputs=tuple(extents), status=status, note=note)
         if status == "origin":
             record = self._judged(record, call, outputs)

@@ -88,6 +88,7 @@ HEALTHY: dict[str, Callable[[Tensor], Tensor]] = {
     "masked softmax": lambda x: x.masked_fill(x > 0, -torch.inf).softmax(-1),
     "infinity that is cut": lambda x: torch.where(x > 0.1, torch.inf, x).clamp(max=9.0),
     "infinity that a sigmoid swallows": lambda x: torch.sigmoid((1000 * x.detach().abs()).exp()) * x,
+    "division that is made safe afterwards": lambda x: x + torch.where(x > 1e9, 1 / (0 * x.detach()), 0.0),
     "empty memory": lambda x: torch.empty_like(x).fill_(1.0) * x,
     "memory filled piece by piece": lambda x: x * torch.empty(2, 4).index_fill_(1, torch.arange(4), 2.0),
     "in place": lambda x: (x * 2).add_(1).mul_(3),
@@ -217,6 +218,23 @@ def test_bad_numbers_overwritten_in_place_are_noticed() -> None:
     culprit = culprit_of(overwrite)
     assert culprit.masked_by is not None
     assert "index_put" in culprit.masked_by.op
+
+
+@pytest.mark.parametrize(
+    "hide",
+    [
+        lambda x: torch.where(torch.isfinite(x), x, 0),
+        lambda x: x.masked_fill(x.isinf() | x.isnan(), 0),
+        lambda x: torch.where(x != x, 0, torch.where(x == -torch.inf, 0, x)),
+        lambda x: x[~x.isinf()].sum() + torch.zeros_like(x),
+    ],
+    ids=["where", "masked_fill", "comparison", "index"],
+)
+def test_a_mask_made_of_a_test_for_finiteness_is_seen(hide: Callable[[Tensor], Tensor]) -> None:
+    culprit = culprit_of(lambda x: x + hide((x.detach() * 0).log()))
+    assert culprit.record.op == "aten.log.default"
+    assert culprit.masked_by is not None
+    assert culprit.reached == ()
 
 
 def test_the_culprit_is_seen_through_in_place_operations_and_views() -> None:
