@@ -7,8 +7,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from bevctl.numerics.formats import HALF
 from bevctl.numerics.inputs import InputFault
-from bevctl.numerics.record import Culprit, OpRecord, Source, SourceKind, Verdict, VerdictKind
+from bevctl.numerics.recent import DEPTH
+from bevctl.numerics.record import Culprit, CulpritKind, OpRecord, Source, SourceKind, Verdict, VerdictKind
 
 GRADIENT = "gradient of "
 _SOURCE_VERDICTS: dict[SourceKind, VerdictKind] = {"data": "data", "weight": "weights", "unseen": "unknown"}
@@ -114,6 +116,15 @@ class _Walk:
             open_ends += fresh
         return names
 
+    def half_lineage(self, record: OpRecord) -> tuple[int, ...]:
+        """Records up to DEPTH operations before a record, if one of them computed in half precision."""
+        level, found = {record.index}, set[int]()
+        for _ in range(DEPTH):
+            level = {p for index in level for p in self.records[index].parents if p in self.records} - found
+            found |= level
+        half = any(extent.dtype in HALF for index in found for extent in self.records[index].outputs)
+        return tuple(sorted(found)) if half else ()
+
     def _declared(self, cause: int) -> bool:
         if cause < 0:
             return bool(self.sources[-1 - cause].declared)
@@ -148,7 +159,9 @@ def _of_source(cause: int, walk: _Walk) -> Culprit:
 
 def _of_record(record: OpRecord, walk: _Walk, faults: Sequence[InputFault]) -> Culprit:
     verdict, samples = _judged_with_data(record, walk, faults)
-    return Culprit("operation" if record.status == "origin" else "unseen", record, verdict, samples=samples)
+    kind: CulpritKind = "operation" if record.status == "origin" else "unseen"
+    open_question = record.phase == "backward" and verdict.kind == "code"
+    return Culprit(kind, record, verdict, samples=samples, lineage=walk.half_lineage(record) if open_question else ())
 
 
 def _judged_with_data(

@@ -90,6 +90,10 @@ class Call:
         args = tuple(copied(n, v) for n, v in zip(self.traits.arguments, self.args, strict=False))
         return Call(self.func, self.traits, args, {name: copied(name, value) for name, value in self.kwargs.items()})
 
+    def detached(self) -> Call:
+        """The same call on other handles of the same memory, so that autograd still owns its tensors alone."""
+        return Call(self.func, self.traits, _detached(self.args), {k: _detached(v) for k, v in self.kwargs.items()})
+
     def read(self) -> list[Tensor]:
         """Its floating-point inputs."""
         arguments = self.bound.items()
@@ -106,6 +110,12 @@ class Call:
     def asks_for_nonfinite(self) -> bool:
         """Whether a number among the arguments is not finite: somebody meant it."""
         return any(not math.isfinite(number) for number in self.constants())
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    return type(value)(_detached(item) for item in value) if type(value) in (list, tuple) else value
 
 
 def written_tensors(traits: Traits, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[Tensor]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bevctl.numerics.operation import Call
+from bevctl.numerics.record import Phase
 from bevctl.numerics.rerun import run_wide
 
 COUNT = 32
@@ -42,26 +43,38 @@ class Rounding:
 
 
 class RecentCalls:
-    """A bounded memory of calls by the index of their record."""
+    """A bounded memory of calls by the index of their record; those in `keep` stay to the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep: Iterable[int] = ()) -> None:
+        self._keep = frozenset(keep)
+        self._kept: dict[int, _Entry] = {}
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
         self._bytes = 0
 
-    def add(self, index: int, call: Call, writers: Sequence[int], outputs: Sequence[Tensor]) -> None:
-        """Keeps a call, unless its inputs are too large, and forgets the oldest ones beyond the bounds."""
+    def add(self, index: int, phase: Phase, call: Call, writers: Sequence[int], outputs: Sequence[Tensor]) -> None:
+        """Keeps a call, unless its inputs are too large, and forgets the oldest ones beyond the bounds.
+
+        Gradients stay autograd's own: it would copy those that somebody else holds, which is one operation more.
+        """
+        if phase == "backward":
+            if index not in self._keep:
+                return
+            call, outputs = call.detached(), [tensor.detach() for tensor in outputs]
         read = call.read()
         size = sum(tensor.numel() * tensor.element_size() for tensor in (*read, *outputs))
         limit = BYTES["cuda" if any(tensor.is_cuda for tensor in read) else "cpu"]
-        if size > limit // 4:
-            return
         versions = tuple(tensor._version for tensor in read)
-        self._entries[index] = _Entry(call, tuple(read), versions, tuple(writers), tuple(outputs), size)
-        self._bytes += size
+        entry = _Entry(call, tuple(read), versions, tuple(writers), tuple(outputs), size)
+        if index in self._keep:
+            self._kept[index] = entry
+        elif size <= limit // 4:
+            self._entries[index] = entry
+            self._bytes += size
         while len(self._entries) > COUNT or self._bytes > limit:
             self._bytes -= self._entries.popitem(last=False)[1].bytes
 
     def clear(self) -> None:
+        self._kept.clear()
         self._entries.clear()
         self._bytes = 0
 
@@ -84,7 +97,7 @@ class RecentCalls:
     ) -> dict[int, Tensor]:
         replaced: dict[int, Tensor] = {}
         for tensor, writer in zip(read, writers, strict=True):
-            entry = self._entries.get(writer)
+            entry = self._kept.get(writer) or self._entries.get(writer)
             if entry is None or depth == 0 or not _untouched(entry):
                 continue
             earlier = self._widened(entry.read, entry.writers, roundings, depth - 1)

@@ -111,6 +111,9 @@ class Culprit:
     """Positions in the batch, None where the numbers don't tell."""
     inherited: int = 0
     """Number of later operations whose result is non-finite for no other reason."""
+    lineage: tuple[int, ...] = ()
+    """Of an operation of the backward pass whose inputs may have lost a number to half precision long before: records
+    to `keep` in a second trace of the same step, which then knows. Empty where the verdict is final."""
     faults: tuple[InputFault, ...] = field(default=())
     """What is wrong with the data that went in."""
 

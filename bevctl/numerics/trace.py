@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -49,9 +49,11 @@ class Trace(TorchDispatchMode):
     Args:
         model: what the names of modules refer to; inside a DDP wrapper, not the wrapper.
         ranges: collects, for each module, how large and how small the numbers are.
+        keep: indices of records whose inputs stay in memory to the end: the `lineage` of a culprit that an earlier
+            trace of the same step found.
     """
 
-    def __init__(self, model: nn.Module, ranges: RangeCounter | None = None) -> None:
+    def __init__(self, model: nn.Module, ranges: RangeCounter | None = None, keep: Iterable[int] = ()) -> None:
         super().__init__()
         self.records: list[OpRecord] = []
         self.faults: list[InputFault] = []
@@ -65,7 +67,7 @@ class Trace(TorchDispatchMode):
         self._places = Places(model)
         weights = [*model.named_parameters(), *model.named_buffers()]
         self._ledger = Ledger({address(tensor): name for name, tensor in weights})
-        self._recent = RecentCalls()
+        self._recent = RecentCalls(keep)
         self._tests = FinitenessTests()
         self._ranges = ranges
         self._outcomes: list[Outcome] = []
@@ -200,8 +202,7 @@ class Trace(TorchDispatchMode):
             declared = note if status == "declared" and (extent.bad or traits.uninitialised) else ""
             keep = not (traits.uninitialised or traits.constructor)
             self._ledger.wrote(record.index, tensor, extent, declared, into=bool(traits.written), keep=keep)
-        if record.phase != "backward":
-            self._recent.add(record.index, call, record.parents, outputs)
+        self._recent.add(record.index, record.phase, call, record.parents, outputs)
         if self._ranges is not None and not traits.uninitialised:
             self._ranges.add(record, outputs)
         self._keep(record)

@@ -42,9 +42,9 @@ class Chain(nn.Module):
         return {"loss/task/total": self.last(middle.float()).mean()}
 
 
-def traced(model: nn.Module, x: Tensor | None = None, scale: float = 1.0) -> Trace:
+def traced(model: nn.Module, x: Tensor | None = None, scale: float = 1.0, keep: tuple[int, ...] = ()) -> Trace:
     """A step of a model that gives a loss."""
-    with Trace(model) as trace:
+    with Trace(model, keep=keep) as trace:
         losses = model(torch.linspace(-1, 2, 8).view(2, 4) if x is None else x)
         (losses["loss/task/total"] * scale).backward()
     return trace
@@ -152,11 +152,35 @@ def test_a_zero_made_by_half_precision_is_an_underflow(function: Callable[[Tenso
     assert "rounded to zero in half precision" in culprit.verdict.what
 
 
+def test_an_underflow_long_before_the_backward_pass_is_proved_by_a_second_trace() -> None:
+    def norm(x: Tensor) -> Tensor:
+        small = (x * 0 + 1e-4).half()
+        length = (small * small).float().sum(-1, keepdim=True).sqrt()
+        for _ in range(40):
+            length = length + 1
+        return length * x
+
+    model = Chain(norm)
+    first = traced(model).first_bad()
+    assert first is not None
+    assert (first.record.node, first.verdict.kind) == ("SqrtBackward0", "code")
+    model.zero_grad()
+    trace = traced(model, keep=first.lineage)
+    second = trace.first_bad()
+    assert second is not None
+    assert second.record.index == first.record.index
+    assert second.verdict.kind == "underflow"
+    lost = next(record for record in trace.records if record.index == second.verdict.lost_in[0])
+    assert (lost.op, lost.phase) == ("aten.mul.Tensor", "forward")
+    assert second.lineage == ()
+
+
 def test_division_by_zero_in_the_backward_pass_names_the_line_of_the_forward_pass() -> None:
     culprit = culprit_of(lambda x: (x * 0).abs().sqrt())
     assert (culprit.record.phase, culprit.record.node, culprit.module) == ("backward", "SqrtBackward0", "middle")
     assert culprit.record.place.file == __file__
     assert culprit.verdict.what.startswith("division by zero")
+    assert culprit.lineage == ()
     assert culprit.reached[0] == "gradient of first.weight"
 
 
