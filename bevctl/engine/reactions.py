@@ -12,7 +12,7 @@ from bevctl.engine.dist import World, gather
 from bevctl.engine.nonfinite import SMALLEST_SCALE
 from bevctl.engine.precision import keep_fp32
 from bevctl.engine.recorder import StepFacts, StepOutcome
-from bevctl.engine.resume import restore, set_random_state
+from bevctl.engine.resume import random_state_kept, restore, set_random_state
 from bevctl.engine.step import TrainStep
 from bevctl.errors import BevctlError, ExitCode
 
@@ -29,8 +29,7 @@ class Chronicle(Protocol):
 class Reactions:
     """Changes the objects of a running training; every rank calls the same.
 
-    Weights, statistics and optimizer must be as before the step that was not finite. Gradients and random states are
-    spoilt.
+    Weights, statistics and optimizer must be as before the step that was not finite. Gradients are spoilt.
     """
 
     step: TrainStep
@@ -93,8 +92,8 @@ def _overflowing_module(step: TrainStep, facts: StepFacts, world: World) -> str 
     from bevctl.numerics.trace import Trace  # only a run that meets such a step needs it
 
     alone = TrainStep(step.state, step.state.model, step.schedule, step.precision)
-    set_random_state(facts.random.plain())
-    with Trace(step.state.model) as trace:
+    with random_state_kept(), Trace(step.state.model) as trace:
+        set_random_state(facts.random.plain())
         alone.gradients(list(facts.batches))
     alone.discard()
     found = trace.first_bad()
