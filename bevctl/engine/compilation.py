@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bevctl.engine.stand_in import Report, StandIn
+from bevctl.engine.stand_in import Report, StandIn, without_cast_cache
 
 # Random draws must be those of the uncompiled model, and a later start must find what this one compiled.
 _INDUCTOR_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"fallback_random": True, "fx_graph_cache": True}
@@ -37,4 +37,6 @@ class CompiledForward(StandIn):
         self._compiled = torch.compile(self.plain, dynamic=False, backend=backend, options=options)
 
     def run(self, *inputs: Any) -> Any:
-        return self._compiled(*inputs)
+        # Compiled code rounds weights itself, and would be compiled anew for a recording, which has no cache either.
+        with without_cast_cache():
+            return self._compiled(*inputs)

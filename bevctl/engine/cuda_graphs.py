@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from bevctl.engine.stand_in import Report, StandIn, state_kept, tensors_in, with_tensors
+from bevctl.engine.stand_in import Report, StandIn, state_kept, tensors_in, with_tensors, without_cast_cache
 from bevctl.errors import BevctlError, ExitCode
 
 
@@ -77,9 +77,7 @@ class Recording:
         self.parameters = list(parameters)
         leaves = [t for t in self._inputs if t.requires_grad] + self.parameters
         arguments = with_tensors(list(inputs), iter(self._inputs))
-        enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        # A cache would hand halves of the weights from one recording to another.
-        with torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False):
+        with without_cast_cache():
             _warm_up(forward, arguments, leaves)
             try:
                 result = self._record(forward, arguments, leaves)

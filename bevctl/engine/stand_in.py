@@ -70,12 +70,11 @@ class StandIn(ABC):
         copies = detached(inputs)
         leaves = [t for t in tensors_in(copies) if t.requires_grad]
         leaves += [p for p in self.module.parameters() if p.requires_grad]
-        with state_kept(self.module):
+        with state_kept(self.module), without_cast_cache():
             outputs = [t for t in tensors_in(forward(*copies)) if t.requires_grad]
             # Neither overflow nor underflow in half precision.
             weights = [t.detach() * max(t.numel(), 1) ** -0.5 for t in outputs]
             gradients = torch.autograd.grad(outputs, leaves, weights, allow_unused=True)
-        torch.clear_autocast_cache()  # it holds halves of weights that belong to this trial's graph
         return [t.detach() for t in (*outputs, *gradients) if t is not None]
 
 
@@ -107,6 +106,17 @@ def state_kept(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, values in buffers:
                 buffer.copy_(values)
+
+
+@contextlib.contextmanager
+def without_cast_cache() -> Iterator[None]:
+    """Autocast rounds weights anew inside the block: its cache would hand tensors of one graph to another."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bevctl.engine.stand_in import StandIn, detached, difference, state_kept, tensors_in, with_tensors
+from bevctl.engine.stand_in import (
+    StandIn,
+    detached,
+    difference,
+    state_kept,
+    tensors_in,
+    with_tensors,
+    without_cast_cache,
+)
 
 
 @dataclass(frozen=True)
@@ -154,3 +162,12 @@ def test_state_is_put_back() -> None:
         assert not torch.equal(next(norm.buffers()), before[0])
     assert all(torch.equal(buffer, saved) for buffer, saved in zip(norm.buffers(), before, strict=True))
     assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_weights_are_rounded_anew_without_the_cache() -> None:
+    linear = nn.Linear(2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        with without_cast_cache():
+            assert not torch.is_autocast_cache_enabled()
+            linear(torch.randn(1, 2)).sum().backward()
+        assert torch.is_autocast_cache_enabled()
