@@ -38,13 +38,21 @@ class LossScaler:
         """The loss to call backward on."""
         return loss * self.value
 
+    @property
+    def inverse(self) -> Tensor:
+        """() what takes the scale out of a gradient again."""
+        return self.value.double().reciprocal().float()
+
+    def accept(self) -> None:
+        """The current step is to be taken, until something is found that speaks against it."""
+        self.found_inf.zero_()
+
     def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
         """Divides the gradients by the scale, and notes whether any of them is not finite."""
-        self.found_inf.zero_()
+        self.accept()
         gradients = [p.grad for p in parameters if p.grad is not None]
         if gradients:
-            inverse = self.value.double().reciprocal().float()
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.found_inf, inverse)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.found_inf, self.inverse)
 
     def reject_if_nonfinite(self, *values: Tensor) -> None:
         """Skips the step too when one of `values` is not finite.

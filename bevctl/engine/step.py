@@ -14,6 +14,7 @@ from torch import Tensor, distributed, nn
 
 from bevctl.batch import Batch
 from bevctl.engine.dist import World
+from bevctl.engine.one_pass_adamw import OnePassAdamW
 from bevctl.engine.optim import apply_schedule
 from bevctl.engine.precision import Precision
 from bevctl.engine.resume import TrainState
@@ -77,6 +78,7 @@ class TrainStep:
         """Parameters that had a gradient in the last step."""
         self._members = self._membership
         """The columns of `_membership` for those."""
+        self._kernels = OnePassAdamW(state.optimizer)
         self._statistics = StatisticsGuard(state.model)
 
     @property
@@ -115,14 +117,22 @@ class TrainStep:
     def update(self, losses: Mapping[str, Tensor], iteration: int) -> StepTensors:
         """Takes the step with the gradients at hand, unless they or the loss are not finite on some rank."""
         scaler, optimizer = self.state.scaler, self.state.optimizer
-        scaler.unscale(self._parameters)
-        grad_norm, grad_norms = self._clip()
+        in_one_pass = self._kernels.prepare()
+        if in_one_pass:
+            scaler.accept()
+            grad_norm, grad_norms = self._by_part(self._kernels.norms(scaler.inverse), self._membership)
+        else:
+            scaler.unscale(self._parameters)
+            grad_norm, grad_norms = self._clip()
         total = total_loss(losses)
         scaler.reject_if_nonfinite(grad_norm, total)
         if self.world.size > 1:
             distributed.all_reduce(scaler.found_inf, distributed.ReduceOp.MAX)
         apply_schedule(optimizer, self.schedule, iteration)
-        scaler.step(optimizer)
+        if in_one_pass:
+            self._kernels.step(scaler.inverse * self._clip_factor(grad_norm), scaler.found_inf)
+        else:
+            scaler.step(optimizer)
         self._statistics.restore_where(scaler.found_inf)
         loss_scale, growth_tracker, skipped = torch.stack(
             (scaler.value, scaler.growth_tracker.float(), scaler.found_inf)
@@ -150,12 +160,19 @@ class TrainStep:
             return torch.zeros((), device=self.device), {}
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norms = torch.stack(torch._foreach_norm(gradients))
-        total = torch.linalg.vector_norm(norms)
-        torch._foreach_mul_(gradients, ((self.clip or math.inf) / (total + 1e-6)).clamp(max=1.0))
         if present != self._present:
             self._present, self._members = present, self._membership[:, present]
-        by_part = torch.linalg.vector_norm(torch.where(self._members, norms, 0.0), dim=1)
-        return total, dict(zip(self._parts, by_part.unbind(), strict=True))
+        total, by_part = self._by_part(norms, self._members)
+        torch._foreach_mul_(gradients, self._clip_factor(total))
+        return total, by_part
+
+    def _clip_factor(self, norm: Tensor) -> Tensor:
+        return ((self.clip or math.inf) / (norm + 1e-6)).clamp(max=1.0)
+
+    def _by_part(self, norms: Tensor, members: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Norm over all of the parameters whose `norms` (P,) are given, and of each part, of which `members` tells."""
+        by_part = torch.linalg.vector_norm(torch.where(members, norms, 0.0), dim=1)
+        return torch.linalg.vector_norm(norms), dict(zip(self._parts, by_part.unbind(), strict=True))
 
 
 def _part_of(name: str, containers: Container[str]) -> str:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bevctl.ops.kernels.launch import launch, sized
 from bevctl.ops.kernels.matching import match
 from bevctl.ops.kernels.rotated_iou import rotated_overlap
 
@@ -54,7 +55,7 @@ def _focal(signed, weight):
     return weight * _softplus(-signed) * wrong * wrong
 
 
-@triton.jit
+@sized("queries", "classes", "objects")
 def _cost_kernel(
     codes, logits, boxes, labels, starts, cost, iou, queries, classes, objects, lower_x, lower_y, cell_x, cell_y,
     extent_x, extent_y, CLASS_COST: tl.constexpr, POSITION_COST: tl.constexpr, IOU_COST: tl.constexpr,
@@ -105,7 +106,7 @@ def _cost_kernel(
     tl.store(iou + place, tl.where(real, overlap, 0.0), mask=inside)
 
 
-@triton.jit
+@sized("queries", "classes", "objects")
 def _query_loss_kernel(
     codes, logits, boxes, labels, starts, annotated, matched, iou, code_weights, sums, code_grads, logit_grads,
     queries, classes, objects, lower_x, lower_y, cell_x, cell_y,
@@ -173,7 +174,7 @@ def _radius(length, width, MIN_OVERLAP: tl.constexpr):
     return tl.minimum(tl.minimum(first, second), third)
 
 
-@triton.jit
+@sized("classes", "cells_x", "cells_y")
 def _heatmap_loss_kernel(
     heatmap, boxes, labels, starts, annotated, sums, grads, classes, cells_x, cells_y,
     lower_x, lower_y, cell_x, cell_y, MIN_OVERLAP: tl.constexpr, MIN_RADIUS: tl.constexpr, CELLS: tl.constexpr,
@@ -237,14 +238,16 @@ def query_loss(
     objects = max(1, *counts)
     cost, iou = (codes.new_empty(batch, queries, objects) for _ in range(2))
     grid = (*numbers.lower, *numbers.cell)
-    _cost_kernel[(triton.cdiv(queries * objects, _PAIRS), batch)](
+    launch(
+        _cost_kernel, (triton.cdiv(queries * objects, _PAIRS), batch),
         codes, logits, boxes, labels, starts, cost, iou, queries, classes, objects, *grid, *numbers.extent,
         CLASS_COST=numbers.class_cost, POSITION_COST=numbers.position_cost, IOU_COST=numbers.iou_cost, PAIRS=_PAIRS,
     )  # fmt: skip
     matched = match(cost, starts.diff())
     sums = codes.new_empty(batch, 3)
     code_grads, logit_grads = torch.empty_like(codes), torch.empty_like(logits)
-    _query_loss_kernel[(batch,)](
+    launch(
+        _query_loss_kernel, (batch,),
         codes, logits, boxes, labels, starts, annotated, matched, iou, code_weights, sums, code_grads, logit_grads,
         queries, classes, objects, *grid,
         QUERIES=triton.next_power_of_2(queries), CLASSES=triton.next_power_of_2(classes), CODES=16, num_warps=8,
@@ -263,7 +266,8 @@ def heatmap_loss(
     blocks = triton.cdiv(cells_x * cells_y, _CELLS)
     sums = torch.empty(batch * classes * blocks, 2, device=heatmap.device)
     grads = torch.empty_like(heatmap, dtype=torch.float32)
-    _heatmap_loss_kernel[(batch * classes, blocks)](
+    launch(
+        _heatmap_loss_kernel, (batch * classes, blocks),
         heatmap, boxes, labels, starts, annotated, sums, grads, classes, cells_x, cells_y,
         *numbers.lower, *numbers.cell, MIN_OVERLAP=numbers.min_overlap, MIN_RADIUS=numbers.min_radius, CELLS=_CELLS,
     )  # fmt: skip

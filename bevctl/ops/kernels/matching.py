@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bevctl.ops.kernels.launch import launch, sized
+
 _BROKEN = tl.constexpr(1e9)
 
 
@@ -20,7 +22,7 @@ def _row_of_cost(start, stride, column, valid):
     return value.to(tl.float64)
 
 
-@triton.jit
+@sized("predictions", "stride_b", "stride_p", "stride_m")
 def _match_kernel(cost, counts, matched, predictions, stride_b, stride_p, stride_m, BLOCK: tl.constexpr):
     sample = tl.program_id(0).to(tl.int64)
     objects = tl.load(counts + sample).to(tl.int32)
@@ -79,5 +81,6 @@ def match(cost: Tensor, counts: Tensor) -> Tensor:
     if batch and predictions and objects:
         block = triton.next_power_of_2(max(predictions, objects, 32))
         warps = min(8, max(1, block // 256))
-        _match_kernel[(batch,)](cost, counts, matched, predictions, *cost.stride(), BLOCK=block, num_warps=warps)
+        strides = cost.stride()
+        launch(_match_kernel, (batch,), cost, counts, matched, predictions, *strides, BLOCK=block, num_warps=warps)
     return matched
