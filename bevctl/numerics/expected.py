@@ -23,6 +23,10 @@ class Rule:
     """Of an input's last axis; all where empty."""
     outputs: tuple[int, ...] = ()
     """Of an operation, counted from 0; all where empty."""
+    arguments: tuple[str, ...] = ()
+    """Of an operation, by name."""
+    unless: tuple[str, ...] = ()
+    """Flags of an operation: the rule does not hold where one of them is false."""
     largest: float = float("inf")
     """Largest plausible magnitude."""
     blanket: bool = False
@@ -38,6 +42,7 @@ class Expected:
 
     inputs: tuple[Rule, ...] = ()
     uninitialised: tuple[Rule, ...] = ()
+    unread: tuple[Rule, ...] = ()
     outputs: tuple[Rule, ...] = ()
     masking: tuple[Rule, ...] = ()
     plausible: tuple[Rule, ...] = ()
@@ -66,6 +71,8 @@ def _rule(row: dict[str, Any]) -> Rule:
         reason=row["reason"],
         columns=tuple(row.get("columns", ())),
         outputs=tuple(row.get("outputs", ())),
+        arguments=tuple(row.get("arguments", ())),
+        unless=tuple(row.get("unless", ())),
         largest=float(row.get("largest", "inf")),
         blanket=row.get("blanket", False),
     )

@@ -40,6 +40,8 @@ class Traits:
     """Why it may hide what is not finite."""
     unfinished: tuple[Rule, ...]
     """Which of its outputs may hold anything."""
+    unread: tuple[Rule, ...]
+    """Which of its arguments it does not use."""
 
 
 @functools.cache
@@ -58,6 +60,7 @@ def traits_of(func: OpOverload) -> Traits:
         constructor=name.startswith(_CONSTRUCTORS),
         masking=first_match(rules.masking, name),
         unfinished=tuple(rule for rule in rules.outputs if rule.matches(name)),
+        unread=tuple(rule for rule in rules.unread if rule.matches(name)),
     )
 
 
@@ -95,9 +98,13 @@ class Call:
         return Call(self.func, self.traits, _detached(self.args), {k: _detached(v) for k, v in self.kwargs.items()})
 
     def read(self) -> list[Tensor]:
-        """Its floating-point inputs."""
-        arguments = self.bound.items()
-        return [t for name, value in arguments if name not in self.traits.replaced for t in floating_tensors(value)]
+        """The floating-point inputs that it uses."""
+        bound = self.bound
+        unused = set(self.traits.replaced)
+        for rule in self.traits.unread:
+            if not any(bound.get(flag) is False for flag in rule.unless):
+                unused.update(rule.arguments)
+        return [t for name, value in bound.items() if name not in unused for t in floating_tensors(value)]
 
     def constants(self) -> Iterator[float]:
         """The Python numbers among the arguments."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ class _Count:
     op: str = ""
     place: str = ""
     saturated: float = 0.0
-    exponents: Tensor | None = None
+    exponents: dict[torch.device, Tensor] = field(default_factory=dict)
 
 
 class RangeCounter:
@@ -85,8 +85,8 @@ class RangeCounter:
                 count.largest, count.op, count.place = extent.largest, record.op, str(record.place)
             if extent.largest > SATURATED:
                 count.saturated = max(count.saturated, float((tensor.abs() > SATURATED).float().mean()))
-            exponents = _exponents(tensor)
-            count.exponents = exponents if count.exponents is None else count.exponents + exponents
+            before = count.exponents.get(tensor.device, 0)
+            count.exponents[tensor.device] = _exponents(tensor) + before
 
     def ranges(self) -> list[ModuleRange]:
         """One entry for each module, phase and format, the closest to FP16's limit first."""
@@ -114,5 +114,5 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
     return packed.flatten() if packed.is_contiguous() else tensor.flatten()
 
 
-def _to_tuple(counts: Tensor | None) -> tuple[int, ...]:
-    return () if counts is None else tuple(int(count) for count in counts.tolist())
+def _to_tuple(counts: Mapping[torch.device, Tensor]) -> tuple[int, ...]:
+    return tuple(int(sum(bins)) for bins in zip(*(tensor.tolist() for tensor in counts.values()), strict=True))

@@ -72,11 +72,11 @@ def test_rules_can_be_others() -> None:
 
 def test_every_rule_of_the_package_has_a_reason_and_matches_something_real() -> None:
     rules = expected()
-    for section in (rules.inputs, rules.uninitialised, rules.outputs, rules.masking, rules.plausible):
+    for section in (rules.inputs, rules.uninitialised, rules.unread, rules.outputs, rules.masking, rules.plausible):
         assert section
         assert all(len(rule.reason) > 10 for rule in section)
     operations = {str(getattr(packet, overload)) for packet, overload in _overloads()}
-    for rule in (*rules.uninitialised, *rules.outputs, *rules.masking):
+    for rule in (*rules.uninitialised, *rules.unread, *rules.outputs, *rules.masking):
         assert any(rule.matches(name) for name in operations), rule.pattern
     inputs = [name for name, _ in named_tensors(nano_batch(nano_config()))]
     for rule in (*rules.inputs, *rules.plausible):

@@ -43,6 +43,16 @@ def test_loss_scale_moves_numbers_out_of_the_underflow() -> None:
     assert (r.phase, r.flushed(1.0), r.flushed(16.0), r.flushed(32.0)) == ("backward", 1.0, 1.0, 0.0)
 
 
+def test_counts_of_several_devices_are_added() -> None:
+    counter = RangeCounter()
+    record = OpRecord(
+        0, "forward", "aten.mul.Tensor", "", Place("part", "file.py", 3), (), tuple(measure([torch.ones(3)]))
+    )
+    counter.add(record, [torch.ones(3)])
+    counter._counts["part", "forward", "float32"].exponents[torch.device("meta")] = torch.ones(128)
+    assert sum(counter.ranges()[0].exponents) == 3 + 128
+
+
 def test_operations_around_the_model_do_not_count() -> None:
     assert _counted(torch.ones(2), "outside") == []
 

@@ -289,6 +289,24 @@ def test_a_bad_weight_is_named() -> None:
     assert culprit.source.name == "last.weight"
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_statistics_of_a_norm_count_where_they_are_used(training: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"loss/task/total": (self.norm(x) * x).log().sum()}
+
+    model = Model().train(training)
+    model.norm.get_buffer("running_var")[1] = torch.nan
+    culprit = traced(model).first_bad()
+    assert culprit is not None
+    expected = ("operation", "aten.log.default") if training else ("weight", "aten.native_batch_norm.default")
+    assert (culprit.kind, culprit.record.op) == expected
+
+
 def test_bad_data_is_named_with_the_sample() -> None:
     x = torch.ones(2, 4)
     x[1, 3] = torch.inf
