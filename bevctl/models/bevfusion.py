@@ -22,6 +22,7 @@ from bevctl.models.neck import GeneralizedLSSFPN
 from bevctl.models.swin import SwinTransformer
 from bevctl.models.transfusion import TransFusionHead
 from bevctl.models.view_transform import DepthLSSTransform, LSSTransform
+from bevctl.ops.sparse_conv import Sparse
 
 IMAGE_MEAN = (0.485, 0.456, 0.406)
 IMAGE_STD = (0.229, 0.224, 0.225)
@@ -116,17 +117,25 @@ class BEVFusion(nn.Module):
 
     def _bev(self, batch: Batch) -> Tensor:
         """(B, C, X, Y) map that the heads read."""
-        maps = [self._encode(sensor, batch) for sensor in self.encoders]
+        # Asked for before the camera's work is queued: the host waits for their number and for nothing else.
+        voxels = self._voxels(batch)
+        maps = [self._encode(sensor, batch, voxels) for sensor in self.encoders]
         fused = maps[0] if self.fuser is None else self.fuser(maps)
         bev: Tensor = self.decoder(fused)
         return bev
 
-    def _encode(self, sensor: str, batch: Batch) -> Tensor:
+    def _voxels(self, batch: Batch) -> Sparse | None:
+        encoder = dict(self.encoders.items()).get("lidar")
+        if not isinstance(encoder, VoxelLidarEncoder) or batch.points is None:
+            return None
+        return encoder.prepare(batch.points)
+
+    def _encode(self, sensor: str, batch: Batch, voxels: Sparse | None) -> Tensor:
         encoder = self.encoders[sensor]
         if sensor == "camera" and batch.images is not None:
             encoded: Tensor = encoder(batch.images, batch.points, batch.calibration)
-        elif sensor == "lidar" and batch.points is not None:
-            encoded = recompute(encoder, batch.points, enabled=self.checkpoint_lidar)
+        elif sensor == "lidar" and voxels is not None:
+            encoded = recompute(encoder, voxels, enabled=self.checkpoint_lidar)
         else:
             raise BevctlError(
                 f"The model reads {sensor} data, but the batch has none.",

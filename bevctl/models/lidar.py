@@ -16,7 +16,7 @@ from bevctl.ops.sparse_conv import Sparse, SparseConv3d, SparseTensor, SubMConv3
 from bevctl.ops.spconv_bridge import SpconvTensor, use_spconv
 from bevctl.ops.voxelize import grid_shape, padded_voxels
 
-_WINDOWS = (
+WINDOWS = (
     Window((3, 3, 3), (2, 2, 2), (1, 1, 1)),
     Window((3, 3, 3), (2, 2, 2), (1, 1, 1)),
     Window((3, 3, 3), (2, 2, 2), (1, 1, 0)),
@@ -79,11 +79,11 @@ class SparseEncoder(nn.Module):
         for stage, width in enumerate(channels):
             layers: list[nn.Module] = [ResidualBlock(width) for _ in range(blocks)]
             if stage + 1 < len(channels):
-                layers.append(ConvNormAct(SparseConv3d(width, channels[stage + 1], *_WINDOWS[stage])))
-                shape = output_shape(shape, *_WINDOWS[stage])
+                layers.append(ConvNormAct(SparseConv3d(width, channels[stage + 1], *WINDOWS[stage])))
+                shape = output_shape(shape, *WINDOWS[stage])
             self.encoder_layers.add_module(f"encoder_layer{stage + 1}", nn.Sequential(*layers))
-        self.conv_out = ConvNormAct(SparseConv3d(channels[3], out_channels, *_WINDOWS[3]))
-        self.out_shape = output_shape(shape, *_WINDOWS[3])
+        self.conv_out = ConvNormAct(SparseConv3d(channels[3], out_channels, *WINDOWS[3]))
+        self.out_shape = output_shape(shape, *WINDOWS[3])
         if min(self.out_shape) < 1:
             raise BevctlError(
                 f"a grid of {self.in_shape} cells is too small for the sparse encoder: it ends as {self.out_shape}",
@@ -91,24 +91,10 @@ class SparseEncoder(nn.Module):
             )
         self.out_channels = out_channels * self.out_shape[2]
 
-    def forward(self, features: Tensor, coords: Tensor, batch: int) -> Tensor:
-        """Voxel features → (B, out_channels · Z, X, Y), channel c · Z + z, in channels-last memory.
-
-        Args:
-            features: (M, F).
-            coords: (M, 4) int64 cells (b, x, y, z), ascending; rows with b = -1 at the end are padding.
-            batch: samples.
-        """
-        x = self.conv_out(self.encoder_layers(self.conv_input(self._sparse(features, coords, batch))))
+    def forward(self, x: Sparse) -> Tensor:
+        """Voxel features at their cells → (B, out_channels · Z, X, Y), channel c · Z + z, in channels-last memory."""
+        x = self.conv_out(self.encoder_layers(self.conv_input(x)))
         return x.dense().permute(0, 1, 4, 2, 3).flatten(1, 2)
-
-    def _sparse(self, features: Tensor, coords: Tensor, batch: int) -> Sparse:
-        """The input at its sites, without the padding."""
-        if use_spconv(features.device, product_dtype(features, self.conv_input.get_parameter("0.weight"))):
-            size = int((coords[:, 0] >= 0).sum())
-            return SpconvTensor.build(features[:size], coords[:size], self.in_shape, batch)
-        sites = plan_sites(coords, self.in_shape, batch, _WINDOWS)
-        return SparseTensor(features[: len(sites)], sites)
 
 
 class VoxelLidarEncoder(nn.Module):
@@ -128,12 +114,20 @@ class VoxelLidarEncoder(nn.Module):
         """Channels of the output."""
         return self.backbone.out_channels
 
-    def forward(self, points: list[Tensor]) -> Tensor:
-        """B × (P_i, F) points in the LiDAR frame, m → (B, out_channels, X, Y)."""
-        c = self.config
-        with torch.no_grad():
-            voxels = padded_voxels(
-                points, c.voxel_size, self.point_cloud_range, c.max_points, c.max_voxels[0 if self.training else 1]
-            )
-        encoded: Tensor = self.backbone(voxels.features, voxels.coords, len(points))
+    @torch.no_grad()
+    def prepare(self, points: list[Tensor]) -> Sparse:
+        """Voxels of B × (P_i, F) points in the LiDAR frame, m, and all sites: the only part that waits for a GPU."""
+        c, shape = self.config, self.backbone.in_shape
+        limit = c.max_voxels[0 if self.training else 1]
+        voxels = padded_voxels(points, c.voxel_size, self.point_cloud_range, c.max_points, limit)
+        features, coords = voxels.features, voxels.coords
+        if use_spconv(features.device, product_dtype(features, next(self.parameters()))):
+            size = int((voxels.counts > 0).sum())
+            return SpconvTensor.build(features[:size], coords[:size], shape, len(points))
+        sites = plan_sites(coords, shape, len(points), WINDOWS)
+        return SparseTensor(features[: len(sites)], sites)
+
+    def forward(self, points: list[Tensor] | Sparse) -> Tensor:
+        """B × (P_i, F) points in the LiDAR frame, m, or what `prepare` makes of them → (B, out_channels, X, Y)."""
+        encoded: Tensor = self.backbone(self.prepare(points) if isinstance(points, list) else points)
         return encoded

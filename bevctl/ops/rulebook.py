@@ -6,14 +6,10 @@ Coordinates are (M, 4) int64 rows (b, x, y, z), unique and ascending; sparse sha
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from bevctl.ops.backend import use_triton
 
 Triple = tuple[int, int, int]
 TILE = 128
@@ -42,36 +38,52 @@ class Tiles(NamedTuple):
     """(K,) int32."""
 
 
-@dataclass(frozen=True)
 class RuleBook:
-    """The input row that each output row meets under each of K kernel offsets, in C order of (kx, ky, kz)."""
+    """The input row that each output row meets under each of K kernel offsets, in C order of (kx, ky, kz).
 
-    table: Tensor
-    """(outputs, K) int32 input row; `inputs`, one past the last, where there is none."""
-    inputs: int
-    """Input rows."""
-    mirrored: bool
-    """Input and output sites are the same: if i meets j under an offset, j meets i under the mirrored one."""
+    It holds either the plain table or the tiles made of it, not both.
 
-    @functools.cached_property
+    Args:
+        table: (outputs, K) int32 input row; `inputs`, one past the last, where there is none.
+        inputs: input rows.
+        mirrored: input and output sites are the same: if i meets j under an offset, j meets i under the mirrored one.
+    """
+
+    def __init__(self, table: Tensor, inputs: int, mirrored: bool) -> None:
+        self.outputs, self.offsets = table.shape
+        self.inputs, self.mirrored = inputs, mirrored
+        self._table: Tensor | None = table
+        self._tiles: Tiles | None = None
+
+    @property
+    def table(self) -> Tensor:
+        """(outputs, K) int32 as above."""
+        if self._table is not None:
+            return self._table
+        table = self.tiles.table.new_empty(self.outputs, self.offsets)
+        table[self.tiles.order.long()] = self.tiles.table[:, : self.outputs].T
+        return table
+
+    @property
     def tiles(self) -> Tiles:
         """For the Triton path; at least one output row."""
-        from bevctl.ops.kernels import rulebook as kernels
-
-        return Tiles(*kernels.arrange(self.table.T.contiguous(), self.inputs, TILE))
-
-    @functools.cached_property
-    def transposed(self) -> RuleBook:
-        """The output row that each input row meets under each offset; an input meets at most one."""
-        outputs, offsets = self.table.shape
-        if use_triton(self.table):
+        if self._tiles is None:
             from bevctl.ops.kernels import rulebook as kernels
 
-            return RuleBook(kernels.transpose(self.table.T.contiguous(), self.inputs).T, outputs, mirrored=False)
-        table = self.table.new_full((self.inputs + 1, offsets), outputs)
-        rows = torch.arange(outputs, dtype=table.dtype, device=table.device)
-        table.scatter_(0, self.table.long(), rows[:, None].expand(-1, offsets))
-        return RuleBook(table[:-1], outputs, mirrored=False)
+            self._tiles = Tiles(*kernels.arrange(self.table.T.contiguous(), self.inputs, TILE))
+            self._table = None
+        return self._tiles
+
+    def transposed(self) -> RuleBook:
+        """The output row that each input row meets under each offset; an input meets at most one."""
+        if self._tiles is not None:
+            from bevctl.ops.kernels import rulebook as kernels
+
+            return RuleBook(kernels.transpose(self._tiles, self.outputs, self.inputs).T, self.outputs, mirrored=False)
+        table = self.table.new_full((self.inputs + 1, self.offsets), self.outputs)
+        rows = torch.arange(self.outputs, dtype=table.dtype, device=table.device)
+        table.scatter_(0, self.table.long(), rows[:, None].expand(-1, self.offsets))
+        return RuleBook(table[:-1], self.outputs, mirrored=False)
 
 
 def ravel(coords: Tensor, shape: Triple) -> Tensor:

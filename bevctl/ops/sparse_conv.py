@@ -131,14 +131,14 @@ def sparse_conv(features: Tensor, weight: Tensor, rules: RuleBook) -> Tensor:
             f"weight must be (kx, ky, kz, {features.shape[-1]}, Cout) for features {tuple(features.shape)}, "
             f"got {tuple(weight.shape)}"
         )
-    outputs, offsets = rules.table.shape
-    if (math.prod(weight.shape[:3]), len(features)) != (offsets, rules.inputs):
+    if (math.prod(weight.shape[:3]), len(features)) != (rules.offsets, rules.inputs):
         raise ValueError(
-            f"the rules are for {offsets} offsets and {rules.inputs} sites, "
+            f"the rules are for {rules.offsets} offsets and {rules.inputs} sites, "
             f"got weight {tuple(weight.shape)} and features {tuple(features.shape)}"
         )
     dtype = product_dtype(features, weight)
-    tiled = dtype in _TILED_DTYPES and outputs > 0 and offsets <= MAX_OFFSETS and use_triton(features)
+    fits = rules.outputs > 0 and rules.offsets <= MAX_OFFSETS and dtype in _TILED_DTYPES
+    tiled = fits and use_triton(features)
     out: Tensor = _RuleProduct.apply(features.to(dtype), weight, rules, tiled)
     return out
 
@@ -171,7 +171,7 @@ class _RuleProduct(torch.autograd.Function):
         feature_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
             # Mirrored rules are their own transpose, with the offsets in reverse.
-            back = rules if rules.mirrored else rules.transposed
+            back = rules if rules.mirrored else rules.transposed()
             feature_grad = _convolve(grad, kernels, back, ctx.tiled, reverse=rules.mirrored, transpose=True)
         if ctx.needs_input_grad[1]:
             weight_grad = _kernel_gradient(features, grad, rules, ctx.tiled).view(shape).to(dtype)
@@ -188,10 +188,10 @@ def _convolve(
     if tiled:
         from bevctl.ops.kernels import sparse_conv as triton_kernels
 
-        return triton_kernels.convolve(features, kernels, rules.tiles, len(rules.table), reverse, transpose)
+        return triton_kernels.convolve(features, kernels, rules.tiles, rules.outputs, reverse, transpose)
     kernels = kernels.transpose(1, 2) if transpose else kernels
     stacked = (kernels.flip(0) if reverse else kernels).flatten(0, 1)
-    out = features.new_empty(len(rules.table), stacked.shape[1])
+    out = features.new_empty(rules.outputs, stacked.shape[1])
     for rows, gathered in _gathered(features, rules.table):
         torch.mm(gathered, stacked, out=out[rows])
     return out
@@ -204,7 +204,7 @@ def _kernel_gradient(features: Tensor, grad: Tensor, rules: RuleBook, tiled: boo
 
         return triton_kernels.kernel_gradient(features, grad, rules.tiles)
     wide = torch.promote_types(features.dtype, torch.float32)
-    offsets, channels = rules.table.shape[1], features.shape[1]
+    offsets, channels = rules.offsets, features.shape[1]
     total = features.new_zeros(grad.shape[1], offsets * channels, dtype=wide)
     for rows, gathered in _gathered(features, rules.table):
         total += grad[rows].T @ gathered

@@ -72,7 +72,7 @@ def test_channels_are_feature_then_slice() -> None:
 def test_voxel_limit_depends_on_the_mode() -> None:
     encoder = VoxelLidarEncoder(SMALL, RANGE)
     seen = []
-    encoder.backbone.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    encoder.backbone.register_forward_pre_hook(lambda _, args: seen.append(len(args[0].features)))
     for training in (True, False):
         encoder.train(training)([cloud(0, 2000)])
     assert seen == [300, 400]

@@ -44,7 +44,7 @@ def test_both_backends_make_the_same_rules(seed: int, count: int, shape: Triple,
             sites = Sites(coords, shape, batch)
             outputs, strided = sites.strided_rules(window)
             submanifold = sites.submanifold_rules((3, 3, 3))
-            rules.append((outputs.coords, strided.table, strided.transposed.table, submanifold.table))
+            rules.append((outputs.coords, strided.table, strided.transposed().table, submanifold.table))
             assert outputs.shape == strided_shape(shape, window)
     for by_search, by_map in zip(*rules, strict=True):
         assert torch.equal(by_search, by_map)
@@ -54,10 +54,13 @@ def strided_shape(shape: Triple, window: Window) -> tuple[int, ...]:
     return tuple((n + 2 * p - k) // s + 1 for n, k, s, p in zip(shape, *window, strict=True))
 
 
-def test_transposed_rules_are_the_pairs_the_other_way() -> None:
+@pytest.mark.parametrize("tiled", [False, True])
+def test_transposed_rules_are_the_pairs_the_other_way(tiled: bool) -> None:
     coords = random_coords(0, 40, (5, 6, 7), 2)
     _, rules = Sites(coords, (5, 6, 7), 2).strided_rules(WINDOWS[0])
-    transposed = rules.transposed
+    with running("triton", "cpu"):
+        assert not tiled or len(rules.tiles.order)
+        transposed = rules.transposed()
     pairs = {(i, o, k) for o, row in enumerate(rules.table.tolist()) for k, i in enumerate(row) if i < rules.inputs}
     other = {
         (i, o, k) for i, row in enumerate(transposed.table.tolist()) for k, o in enumerate(row) if o < transposed.inputs
@@ -72,12 +75,14 @@ def test_tiles_hold_every_rule_once(count: int, device: str) -> None:
     coords = random_coords(1, count, (9, 8, 7), 1).to(device)
     with running("triton", device):
         rules = Sites(coords, (9, 8, 7), 1).submanifold_rules((3, 3, 3))
+        table = rules.table.cpu()
         tiles = rules.tiles
+    assert torch.equal(rules.table.cpu(), table)
     order = tiles.order.long().cpu()
     places = -(-count // TILE) * TILE
     assert torch.equal(order.sort().values, torch.arange(count))
     assert tiles.table.shape == (27, places)
-    assert torch.equal(tiles.table[:, :count].T.cpu(), rules.table.cpu()[order])
+    assert torch.equal(tiles.table[:, :count].T.cpu(), table[order])
     assert (tiles.table[:, count:] == rules.inputs).all()
     needed = (tiles.table < rules.inputs).view(27, -1, TILE).any(dim=2).cpu()
     for tile, offsets in enumerate(needed.T):
@@ -137,7 +142,7 @@ def test_a_plan_waits_for_the_gpu_once() -> None:
         rules = [sites.submanifold_rules((3, 3, 3))]
         for window in WINDOWS[:3]:
             sites, strided = sites.strided_rules(window)
-            rules += [strided, strided.transposed]
+            rules += [strided, strided.transposed()]
         assert all(len(each.tiles.order) for each in rules)
 
     prepare()

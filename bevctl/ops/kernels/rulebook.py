@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from bevctl.ops.kernels.launch import launch, sized
+from bevctl.ops.rulebook import Tiles, Triple
 
-Triple = tuple[int, int, int]
 _BLOCK = 256
 _LIST_BLOCK, _LIST_COLUMNS = 1024, 64
 
@@ -128,11 +128,12 @@ def _neighbours_kernel(
                 tl.store(table + offset * outputs + row, met, mask=exists)
 
 
-@sized("outputs", "inputs")
-def _transpose_kernel(table, transposed, outputs, inputs, BLOCK: tl.constexpr):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+@sized("outputs", "inputs", "padded")
+def _transpose_kernel(table, order, transposed, outputs, inputs, padded, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     offset = tl.program_id(1)
-    met = tl.load(table + offset * outputs + row, mask=row < outputs, other=inputs)
+    met = tl.load(table + offset * padded + place, mask=place < outputs, other=inputs)
+    row = tl.load(order + place, mask=place < outputs, other=0)
     tl.store(transposed + offset * inputs + met, row, mask=met < inputs)
 
 
@@ -230,13 +231,12 @@ def neighbours(
     return table
 
 
-def transpose(table: Tensor, inputs: int) -> Tensor:
-    """(K, inputs) output row that each input row meets, from the (K, outputs) table."""
-    offsets, outputs = table.shape
-    transposed = table.new_full((offsets, inputs), outputs)
-    if outputs and inputs:
-        grid = (triton.cdiv(outputs, _BLOCK), offsets)
-        launch(_transpose_kernel, grid, table, transposed, outputs, inputs, BLOCK=_BLOCK)
+def transpose(tiles: Tiles, outputs: int, inputs: int) -> Tensor:
+    """(K, inputs) int32 output row that each input row meets, `outputs` where there is none."""
+    offsets, padded = tiles.table.shape
+    transposed = tiles.table.new_full((offsets, inputs), outputs)
+    grid = (triton.cdiv(outputs, _BLOCK), offsets)
+    launch(_transpose_kernel, grid, tiles.table, tiles.order, transposed, outputs, inputs, padded, BLOCK=_BLOCK)
     return transposed
 
 
