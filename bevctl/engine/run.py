@@ -46,6 +46,7 @@ from bevctl.errors import BevctlError, ExitCode
 from bevctl.evaluate.job import evaluate_split
 from bevctl.files import atomic_write_text
 from bevctl.models.build import build_model
+from bevctl.ops import spconv_bridge
 from bevctl.ops.site_norm import share_statistics
 from bevctl.runs.writer import RunWriter, read_run
 
@@ -167,6 +168,8 @@ def build_state(
     notes += [f"Kept in FP32: {', '.join(kept)}"] if kept and precision.name != "fp32" else []
     if precision.is_half and device.type == "cpu":
         notes.append("FP16 is emulated on a CPU, convolutions are tens of times slower: use BF16 or FP32 for real work")
+    if config.model.lidar is not None and device.type == "cuda":
+        notes.append(spconv_bridge.reason(device, precision.dtype))
     return state, notes
 
 
