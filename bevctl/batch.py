@@ -10,6 +10,7 @@ LiDAR x to the heading, velocity in m/s in the LiDAR frame (NaN where unknown, w
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,15 +90,18 @@ class Batch:
     def size(self) -> int:
         return len(self.boxes)
 
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The same batch with every tensor changed."""
+        changed: Batch = _map_tensors(self, change)
+        return changed
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch with every tensor on `device`."""
-        moved: Batch = _map_tensors(self, lambda t: t.to(device, non_blocking=non_blocking))
-        return moved
+        return self.map_tensors(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
         """The same batch in page-locked host memory; DataLoader calls this."""
-        pinned: Batch = _map_tensors(self, lambda t: t.pin_memory())
-        return pinned
+        return self.map_tensors(lambda t: t.pin_memory())
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 import torch
@@ -10,10 +12,15 @@ from torch import Tensor
 
 from bevctl.batch import Batch
 from bevctl.config.schema import Config
+from bevctl.engine.feed import Feed
 from bevctl.engine.optim import build_optimizer
 from bevctl.engine.precision import MatmulCounter, resolve_precision
 from bevctl.engine.scaler import LossScaler
-from bevctl.models.build import build_model
+from bevctl.measure.timing import build_step
+from bevctl.models.bevfusion import BEVFusion
+from bevctl.models.build import bev_grid, build_model
+from bevctl.models.map_head import MapHead
+from bevctl.models.transfusion import TransFusionHead
 from bevctl.ops.bev_pool import index_points, lift_splat
 from tests.models.nano import nano_batch, nano_config
 
@@ -130,3 +137,60 @@ def test_a_step_waits_for_the_device_only_where_sizes_come_from_it() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.isfinite(scaler.value)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_heads_and_losses_never_wait_for_the_device() -> None:
+    config = nano_config()
+    model = build_model(config).to(CUDA)
+    assert isinstance(model, BEVFusion)
+    heads = cast("list[TransFusionHead | MapHead]", list(model.heads.values()))
+    batch = nano_batch(config).to(CUDA)
+    cells = bev_grid(config.model).shape
+    bev = torch.randn(batch.size, model.decoder.channels, *cells, device=CUDA, requires_grad=True)
+    bev.grad = torch.zeros_like(bev)
+
+    def run() -> list[Tensor]:
+        losses = [head.loss(head(bev), batch) for head in heads]
+        values = [value for found in losses for name, value in found.items() if name.startswith("loss/")]
+        torch.stack(values).sum().backward()
+        return values
+
+    run()  # kernels are compiled, workspaces allocated
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        values = run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.stack(values).isfinite().all()
+
+
+def test_a_batch_arrives_whole_beside_running_kernels() -> None:
+    """Each of many batches is read right after it was asked for, and its memory is used again soon."""
+    feed, weight = Feed(CUDA), torch.randn(2048, 2048, device=CUDA)
+    batch = nano_batch(nano_config())
+    assert batch.images is not None
+    for number in range(30):
+        sent = batch.map_tensors(functools.partial(torch.full_like, fill_value=number % 2)).pin_memory()
+        for _ in range(4):
+            weight = (weight @ weight).clamp(-1, 1)
+        received = feed(sent)
+        assert received.images is not None
+        total = received.images.float().sum()
+        del received
+        assert total.item() == (number % 2) * batch.images.numel()
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_an_update_in_one_pass_never_waits_for_the_device() -> None:
+    step = build_step(nano_config(**{"train.cuda_graphs": False}), "fp16", CUDA)
+    batch = nano_batch(nano_config())
+    for number in range(2):  # the first makes the optimizer's state, the second compiles kernels
+        step.run([batch], number)
+    losses = step.gradients([batch])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tensors = step.update(losses, 2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.isfinite(tensors.total)

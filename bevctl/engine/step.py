@@ -14,6 +14,7 @@ from torch import Tensor, distributed, nn
 
 from bevctl.batch import Batch
 from bevctl.engine.dist import World
+from bevctl.engine.feed import Feed
 from bevctl.engine.one_pass_adamw import OnePassAdamW
 from bevctl.engine.optim import apply_schedule
 from bevctl.engine.precision import Precision
@@ -79,6 +80,7 @@ class TrainStep:
         self._members = self._membership
         """The columns of `_membership` for those."""
         self._kernels = OnePassAdamW(state.optimizer)
+        self._feed = Feed(self.device)
         self._statistics = StatisticsGuard(state.model)
 
     @property
@@ -102,7 +104,7 @@ class TrainStep:
         parts: list[Tensor] = []
         for position, batch in enumerate(batches, start=1):
             with self._gradients_stay_here(position < len(batches)):
-                losses = self._forward(batch.to(self.device, non_blocking=True))
+                losses = self._forward(self._feed(batch))
                 total = total_loss(losses)
                 self.state.scaler.scale(total / len(batches) if len(batches) > 1 else total).backward()
             values = torch.stack([value.detach().float() for value in losses.values()])
