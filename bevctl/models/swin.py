@@ -101,7 +101,7 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(…, C) → the same."""
         expand, project = cast("tuple[nn.Sequential, nn.Linear]", tuple(self.layers))
-        if torch.compiler.is_compiling() or not x.is_cuda or not is_plain(self.layers, expand):
+        if torch.compiler.is_compiling() or not x.is_cuda or not is_plain(self.layers, expand, expand[1]):
             out: Tensor = self.layers(x)
             return out
         hidden = expand[0](x)
