@@ -100,9 +100,19 @@ class Traced:
 
 
 def trace_step(bundle: Bundle, changes: Mapping[str, Any] | None = None) -> Traced:
-    """Runs the incident's step under instruments, with config values changed."""
+    """Runs the incident's step under instruments, with config values changed.
+
+    A second time where the first leaves open whether half precision lost a number long before a backward pass broke.
+    """
+    traced = _trace(bundle, changes, ())
+    if traced.culprit is not None and traced.culprit.lineage:
+        traced = _trace(bundle, changes, traced.culprit.lineage)
+    return traced
+
+
+def _trace(bundle: Bundle, changes: Mapping[str, Any] | None, keep: Sequence[int]) -> Traced:
     rehearsal, counter = rehearse(bundle.before, changes), RangeCounter()
-    with Trace(rehearsal.state.model, counter) as trace:
+    with Trace(rehearsal.state.model, counter, keep) as trace:
         rehearsal.step.gradients(bundle.batches)
     return Traced(rehearsal.precision.name, trace.first_bad(), counter.ranges())
 
