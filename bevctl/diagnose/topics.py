@@ -13,6 +13,10 @@ TOPICS: dict[str, tuple[str, str]] = {
         "A loss that jumps, rises, swings or diverges while it is a number.",
     ),
     "fp16-inactive": ("bevctl.diagnose.fp16_inactive", "FP16 without effect, or whose saving is a lost head."),
+    "accuracy-drop": (
+        "bevctl.diagnose.accuracy_drop",
+        "Half precision that scores lower: how much, in which class, since when, which part.",
+    ),
 }
 """Name → (module with `diagnose`, one line of help). A module is imported when its topic is asked for."""
 

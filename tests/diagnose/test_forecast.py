@@ -60,7 +60,7 @@ def test_a_weight_that_fp16_could_not_hold_is_foretold(invoke: Invoke, data: Pat
     assert "fp32_modules" in Path("fix.yaml").read_text()
 
 
-def test_what_it_needs_is_said(invoke: Invoke, data: Path) -> None:
+def test_what_it_needs_is_said(invoke: Invoke) -> None:
     Path("empty").mkdir()
     nothing = invoke("diagnose", "nan", "empty", "--forecast")
     assert (nothing.code, "No checkpoint is in empty" in nothing.err) == (2, True)
