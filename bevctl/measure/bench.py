@@ -28,6 +28,7 @@ from bevctl.measure.part_clock import PartClock, now, seconds_between
 from bevctl.measure.timing import (
     build_step,
     fastest_algorithms,
+    graph_bytes,
     host_seconds,
     kernel_times,
     loss_of,
@@ -83,7 +84,7 @@ class Result:
     step_s: Spread | None = None
     split: Split | None = None
     allocated_bytes: int | None = None
-    """Peak of what tensors held in a step."""
+    """Peak of what tensors held in a step, and all that recorded graphs keep for themselves."""
     reserved_bytes: int | None = None
     """Peak of what the allocator took from the device."""
     host_s: float | None = None
@@ -222,7 +223,8 @@ def _measure_step(step: TrainStep, batches: list[Batch], steps: int) -> Result:
     step_seconds(step, batches, len(batches))
     torch.cuda.reset_peak_memory_stats(step.device)
     spread = Spread.of(step_seconds(step, batches, steps))
-    allocated, reserved = (f(step.device) for f in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved))
+    allocated = torch.cuda.max_memory_allocated(step.device) + graph_bytes(step.device)
+    reserved = torch.cuda.max_memory_reserved(step.device)
     split, host = _split(step, batches, steps), statistics.median(host_seconds(step, batches, 5))
     kernels = kernel_times(step, batches)
     return Result(

@@ -59,7 +59,7 @@ def _from_data_set(config: Config, count: int, info: Path) -> Inputs:
 
 
 def _from_streets(config: Config, count: int) -> Inputs:
-    transforms = build_transforms(config, train=True)
+    transforms = build_transforms(config, train=True).values()
 
     def sample(seed: int) -> Item:
         made = street_sample(config, seed)

@@ -102,6 +102,17 @@ def kernel_times(step: TrainStep, batches: Sequence[Batch]) -> KernelTimes:
     return KernelTimes(seconds / len(batches), sum(event.count for event in events) / len(batches))
 
 
+def graph_bytes(device: torch.device) -> int:
+    """Memory in the pools of recorded CUDA graphs that the allocator does not count, as no tensor holds it."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    segments = (segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index)
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in segments
+        if segment["segment_pool_id"] != (0, 0)
+    )
+
+
 def time_steps(config: Config, dtype: str, device: torch.device, steps: int) -> float:
     """Median seconds of `steps` training steps of `config` on its own data, each on a batch of its own.
 
