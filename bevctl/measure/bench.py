@@ -10,7 +10,6 @@ import platform
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from bevctl.engine.precision import MatmulCounter
 from bevctl.engine.step import TrainStep
 from bevctl.errors import BevctlError, ExitCode
 from bevctl.measure.bench_inputs import Inputs, make_inputs
+from bevctl.measure.bench_report import Report, Result, Split, Spread
 from bevctl.measure.part_clock import PartClock, now, seconds_between
 from bevctl.measure.timing import (
     build_step,
@@ -43,96 +43,6 @@ _BATCHES_ON_GPU, _BATCHES_ON_CPU = 4, 2
 """Different batches that a measurement goes through in turn."""
 _WORK_PER_FORWARD = 3
 """A step's arithmetic over that of its forward pass: the backward pass does each product twice."""
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Seconds of `n` steps."""
-
-    median: float
-    p10: float
-    p90: float
-    n: int
-
-    @staticmethod
-    def of(values: Sequence[float]) -> Spread:
-        ordered = sorted(values)
-        last = len(ordered) - 1
-        return Spread(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)], len(ordered))
-
-
-@dataclass(frozen=True)
-class Split:
-    """Median seconds of the pieces of a step, measured with the clock's marks in it."""
-
-    data: float
-    """Batch to the device."""
-    forward: float
-    backward: float
-    optimizer: float
-    """Unscale, clip, AdamW, loss scale."""
-    forward_by_part: dict[str, float]
-    backward_by_part: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Result:
-    """One precision. What a device cannot tell is None, and so is everything where memory ran out."""
-
-    precision: str
-    batch: int
-    step_s: Spread | None = None
-    split: Split | None = None
-    allocated_bytes: int | None = None
-    """Peak of what tensors held in a step, and all that recorded graphs keep for themselves."""
-    reserved_bytes: int | None = None
-    """Peak of what the allocator took from the device."""
-    host_s: float | None = None
-    """Median time that the host needs to launch a step on an idle GPU."""
-    kernel_s: float | None = None
-    """Time that a GPU's kernels and copies take in a step, one after the other."""
-    launches: float | None = None
-    """Kernels and copies of a step."""
-    mfu: float | None = None
-    """Arithmetic of matrix products and convolutions per second, over that of a large matrix product alone."""
-    loss: float | None = None
-    """Of the first batch with the initial weights, without dropout: differs between precisions by rounding alone."""
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class Report:
-    """Everything one call measured."""
-
-    hardware: dict[str, Any]
-    versions: dict[str, str | None]
-    inputs: dict[str, Any]
-    forward_flops: int
-    """Arithmetic of the matrix products and convolutions of one forward pass."""
-    results: list[Result]
-
-    def ratios(self) -> dict[str, dict[str, float | None]]:
-        """Each half precision against fp32 and tf32, as far as they were measured."""
-        by_name = {result.precision: result for result in self.results if result.step_s is not None}
-        pairs = itertools.product(("tf32", "fp16", "bf16"), ("fp32", "tf32"))
-        return {f"{a}/{b}": _ratio(by_name[a], by_name[b]) for a, b in pairs if a != b and {a, b} <= by_name.keys()}
-
-    def document(self) -> dict[str, Any]:
-        """Body of the `bevctl.bench/1` document."""
-        return {**dataclasses.asdict(self), "ratios": self.ratios()}
-
-
-def _ratio(result: Result, base: Result) -> dict[str, float | None]:
-    assert result.step_s
-    assert base.step_s
-    memory = None
-    if result.allocated_bytes is not None and base.allocated_bytes is not None:
-        memory = result.allocated_bytes / base.allocated_bytes
-    return {
-        "speed": base.step_s.median / result.step_s.median,
-        "memory": memory,
-        "loss_difference": None if result.loss is None or base.loss is None else result.loss - base.loss,
-    }
 
 
 def default_precisions(device: torch.device) -> tuple[str, ...]:

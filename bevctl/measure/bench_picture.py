@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw
 
 from bevctl.evaluate.canvas import FAINT, INK, SUPERSAMPLE, Color, finish, font, new_panel
 from bevctl.files import atomic_write_bytes
-from bevctl.measure.bench import Report, Result
+from bevctl.measure.bench_report import Report, Result
 from bevctl.sizes import format_gib
 
 WIDTH, ROW, LEFT, RIGHT, TOP = 960, 46, 90, 150, 64

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bevctl.console import RenderableType, table
-from bevctl.measure.bench import Report, Result
 from bevctl.measure.bench_compare import Comparison
+from bevctl.measure.bench_report import Report, Result
 from bevctl.sizes import format_gib
 
 _NONE = "-"

@@ -26,7 +26,7 @@ from bevctl.ops.backend import use_triton
 from bevctl.ops.transfer import to_device
 
 if TYPE_CHECKING:
-    from bevctl.ops.kernels.detection_loss import Numbers
+    from bevctl.ops.kernels.detection_loss import Numbers, Objects
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,11 @@ def _plain(
 def _fused(
     heatmap: Tensor, logits: Tensor, codes: Tensor, batch: Batch, grid: BevGrid, code_weights: Tensor
 ) -> DetectionLosses:
+    from bevctl.ops.kernels.detection_loss import Objects
+
     counts = [len(boxes) for boxes in batch.boxes]
     starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
-    objects = _Objects(
+    objects = Objects(
         boxes=torch.cat(batch.boxes).float(),
         labels=torch.cat(batch.labels),
         starts=to_device(starts, codes.device),
@@ -95,44 +97,17 @@ def _numbers(grid: BevGrid) -> Numbers:
     return Numbers(grid.lower, grid.cell, extent, CLASS_COST, POSITION_COST, IOU_COST, MIN_OVERLAP, MIN_RADIUS)
 
 
-@dataclass(frozen=True)
-class _Objects:
-    """The objects of all samples behind each other."""
-
-    boxes: Tensor
-    """(N, 9) float32"""
-    labels: Tensor
-    """(N,) int64"""
-    starts: Tensor
-    """(B + 1,) int32 first object of each sample, and N."""
-    counts: list[int]
-    """Objects of each sample."""
-    annotated: Tensor
-    """(B,) uint8"""
-
-
 class _FusedLosses(torch.autograd.Function):
     """The gradients are computed along with the losses, and only scaled in the backward pass."""
 
     @staticmethod
     def forward(
-        ctx: Any, heatmap: Tensor, logits: Tensor, codes: Tensor, objects: _Objects, weights: Tensor, numbers: Numbers
+        ctx: Any, heatmap: Tensor, logits: Tensor, codes: Tensor, objects: Objects, weights: Tensor, numbers: Numbers
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         from bevctl.ops.kernels.detection_loss import heatmap_loss, query_loss
 
-        boxes, labels, starts = objects.boxes, objects.labels, objects.starts
-        sums, code_grads, logit_grads = query_loss(
-            codes.contiguous(),
-            logits.contiguous(),
-            boxes,
-            labels,
-            starts,
-            objects.counts,
-            objects.annotated,
-            weights,
-            numbers,
-        )
-        heat, heatmap_grads = heatmap_loss(heatmap.contiguous(), boxes, labels, starts, objects.annotated, numbers)
+        sums, code_grads, logit_grads = query_loss(codes.contiguous(), logits.contiguous(), objects, weights, numbers)
+        heat, heatmap_grads = heatmap_loss(heatmap.contiguous(), objects, numbers)
         pairs = sum(min(count, codes.shape[1]) for count in objects.counts)
         average, peaks = max(pairs, 1), heat[1].clamp(min=1)
         ctx.save_for_backward(heatmap_grads, logit_grads, code_grads, peaks)

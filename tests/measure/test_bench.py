@@ -11,8 +11,9 @@ import torch
 from PIL import Image
 
 from bevctl.config.schema import Config
-from bevctl.measure.bench import Report, Result, Spread, bench, default_precisions, matmul_rate
+from bevctl.measure.bench import bench, default_precisions, matmul_rate
 from bevctl.measure.bench_picture import draw
+from bevctl.measure.bench_report import Report, Result, Spread
 from bevctl.measure.timing import build_step, loss_of, step_seconds
 from tests.models.nano import nano_batch, nano_config
 

@@ -38,6 +38,22 @@ class Numbers:
     min_radius: int
 
 
+@dataclass(frozen=True)
+class Objects:
+    """The objects of all samples behind each other."""
+
+    boxes: Tensor
+    """(N, 9) float32"""
+    labels: Tensor
+    """(N,) int64"""
+    starts: Tensor
+    """(B + 1,) int32 first object of each sample, and N."""
+    counts: list[int]
+    """Objects of each sample."""
+    annotated: Tensor
+    """(B,) uint8 0 where a sample weighs nothing."""
+
+
 @triton.jit
 def _softplus(x):
     return tl.maximum(x, 0.0, tl.PropagateNan.ALL) + tl.log(1.0 + tl.exp(-tl.abs(x)))
@@ -220,27 +236,20 @@ def _heatmap_loss_kernel(
 
 
 def query_loss(
-    codes: Tensor,
-    logits: Tensor,
-    boxes: Tensor,
-    labels: Tensor,
-    starts: Tensor,
-    counts: list[int],
-    annotated: Tensor,
-    code_weights: Tensor,
-    numbers: Numbers,
+    codes: Tensor, logits: Tensor, objects: Objects, code_weights: Tensor, numbers: Numbers
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Matches queries to objects; sums of class loss, box loss and mean IoU (B, 3), and gradients of codes and logits.
 
-    `codes` (B, Q, 10), `logits` (B, Q, K) contiguous float32; `boxes` (N, 9), `labels` (N,), `starts` (B + 1,) int32.
+    `codes` (B, Q, 10) and `logits` (B, Q, K) contiguous float32.
     """
     (batch, queries, _), classes = codes.shape, logits.shape[2]
-    objects = max(1, *counts)
-    cost, iou = (codes.new_empty(batch, queries, objects) for _ in range(2))
+    most = max(1, *objects.counts)
+    cost, iou = (codes.new_empty(batch, queries, most) for _ in range(2))
+    boxes, labels, starts = objects.boxes, objects.labels, objects.starts
     grid = (*numbers.lower, *numbers.cell)
     launch(
-        _cost_kernel, (triton.cdiv(queries * objects, _PAIRS), batch),
-        codes, logits, boxes, labels, starts, cost, iou, queries, classes, objects, *grid, *numbers.extent,
+        _cost_kernel, (triton.cdiv(queries * most, _PAIRS), batch),
+        codes, logits, boxes, labels, starts, cost, iou, queries, classes, most, *grid, *numbers.extent,
         CLASS_COST=numbers.class_cost, POSITION_COST=numbers.position_cost, IOU_COST=numbers.iou_cost, PAIRS=_PAIRS,
     )  # fmt: skip
     matched = match(cost, starts.diff())
@@ -248,16 +257,14 @@ def query_loss(
     code_grads, logit_grads = torch.empty_like(codes), torch.empty_like(logits)
     launch(
         _query_loss_kernel, (batch,),
-        codes, logits, boxes, labels, starts, annotated, matched, iou, code_weights, sums, code_grads, logit_grads,
-        queries, classes, objects, *grid,
+        codes, logits, boxes, labels, starts, objects.annotated, matched, iou, code_weights, sums,
+        code_grads, logit_grads, queries, classes, most, *grid,
         QUERIES=triton.next_power_of_2(queries), CLASSES=triton.next_power_of_2(classes), CODES=16, num_warps=8,
     )  # fmt: skip
     return sums, code_grads, logit_grads
 
 
-def heatmap_loss(
-    heatmap: Tensor, boxes: Tensor, labels: Tensor, starts: Tensor, annotated: Tensor, numbers: Numbers
-) -> tuple[Tensor, Tensor]:
+def heatmap_loss(heatmap: Tensor, objects: Objects, numbers: Numbers) -> tuple[Tensor, Tensor]:
     """(2,) sum of the loss and number of peaks of annotated samples, and the gradients of that sum.
 
     `heatmap` (B, K, X, Y) contiguous.
@@ -268,7 +275,7 @@ def heatmap_loss(
     grads = torch.empty_like(heatmap, dtype=torch.float32)
     launch(
         _heatmap_loss_kernel, (batch * classes, blocks),
-        heatmap, boxes, labels, starts, annotated, sums, grads, classes, cells_x, cells_y,
-        *numbers.lower, *numbers.cell, MIN_OVERLAP=numbers.min_overlap, MIN_RADIUS=numbers.min_radius, CELLS=_CELLS,
+        heatmap, objects.boxes, objects.labels, objects.starts, objects.annotated, sums, grads, classes,
+        cells_x, cells_y, *numbers.lower, *numbers.cell, MIN_OVERLAP=numbers.min_overlap, MIN_RADIUS=numbers.min_radius, CELLS=_CELLS,
     )  # fmt: skip
     return sums.sum(0), grads
