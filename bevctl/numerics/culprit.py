@@ -28,7 +28,7 @@ class Outcome:
 def find_culprit(
     records: Sequence[OpRecord], sources: Sequence[Source], outcomes: Sequence[Outcome], faults: Sequence[InputFault]
 ) -> Culprit | None:
-    """The earliest cause of a non-finite outcome; else of something that was masked; else an error; else None.
+    """The earliest cause of a non-finite outcome; else of something that was masked; else one beside the model.
 
     A cause is a record whose inputs were finite and whose output is not, a source that is not finite, or memory that
     became so without an operation.
@@ -40,8 +40,7 @@ def find_culprit(
             reached.setdefault(cause, []).append(outcome.name)
     masks = _masked(walk, faults)
     if not reached and not masks:
-        raised = next((record for record in records if record.status == "raised"), None)
-        return None if raised is None else _from_error(raised, faults)
+        return _beside_the_model(walk, faults)
     cause = min(reached or masks, key=walk.time)
     names = reached.get(cause, [])
     cause = _earlier_twin(cause, masks, walk) if reached else cause
@@ -69,6 +68,17 @@ def _earlier_twin(cause: int, masks: Iterable[int], walk: _Walk) -> int:
         return cause
     twins = [m for m in masks if m in walk.records and walk.records[m].place == broken.place]
     return min(twins, default=cause)
+
+
+def _beside_the_model(walk: _Walk, faults: Sequence[InputFault]) -> Culprit | None:
+    """An operation that ended in an error, or one of the training loop, such as a norm of gradients that overflows."""
+    for record in walk.records.values():
+        if record.status == "raised":
+            verdict = Verdict("data" if faults else "code", record.note)
+            return Culprit("operation", record, verdict, faults=tuple(faults))
+        if record.status == "origin" and record.phase == "outside":
+            return _culprit(record.index, walk, (), None, faults)
+    return None
 
 
 class _Walk:
@@ -183,11 +193,6 @@ def _judged_with_data(
 def _said(source: Source) -> str:
     extent = source.extent
     return f"{source.name or 'a tensor from outside the trace'} holds {extent.nan} NaN and {extent.inf} infinite values"
-
-
-def _from_error(record: OpRecord, faults: Sequence[InputFault]) -> Culprit:
-    verdict = Verdict("data" if faults else "code", record.note)
-    return Culprit("operation", record, verdict, faults=tuple(faults))
 
 
 def inheritors_of(records: Sequence[OpRecord], sources: Sequence[Source], culprit: Culprit) -> list[OpRecord]:

@@ -7,11 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from bevctl.numerics.expected import expected
 from bevctl.numerics.extent import Extent, measure
 from bevctl.numerics.inputs import allowed_reason, bad_elements, bad_samples
-from bevctl.numerics.record import Source
+from bevctl.numerics.record import Source, SourceKind
+
+NUMBER = "a number in the code"
+"""Why a tensor without axes that Python made of a number may be not finite."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +33,24 @@ class Known:
 class _Memory:
     """One allocation."""
 
+    handle: StorageWeakRef
+    """Keeps its address from being used again; the numbers themselves are freed as ever."""
     writer: int
     declared: str = ""
     bad: bool = False
     """Whether the writer left something non-finite."""
     measured: dict[tuple[Any, ...], tuple[int, Extent]] = field(default_factory=dict)
     """By layout: the tensor's version counter when it was measured, and what was found."""
+
+    def note(self, tensor: Tensor, extent: Extent) -> None:
+        """Keeps what was measured, unless nothing counts the changes of the tensor."""
+        if not tensor.is_inference():
+            self.measured[_layout(tensor)] = (tensor._version, extent)
+
+    def recall(self, tensor: Tensor) -> Extent | None:
+        """What was measured, if nothing was written since."""
+        version, extent = self.measured.get(_layout(tensor), (None, None))
+        return extent if version is not None and version == tensor._version else None
 
 
 class Ledger:
@@ -51,11 +67,11 @@ class Ledger:
     def read(self, tensors: Sequence[Tensor], now: int) -> list[Known]:
         """What is known of tensors that record number `now` is about to read; measures what changed."""
         memories = [self._memory_of(tensor, now) for tensor in tensors]
-        known = [_remembered(memory, tensor) for memory, tensor in zip(memories, tensors, strict=True)]
+        known = [memory.recall(tensor) for memory, tensor in zip(memories, tensors, strict=True)]
         fresh = iter(measure([t for t, extent in zip(tensors, known, strict=True) if extent is None]))
         extents = [next(fresh) if extent is None else extent for extent in known]
         for tensor, memory, extent in zip(tensors, memories, extents, strict=True):
-            memory.measured[_layout(tensor)] = (tensor._version, extent)
+            memory.note(tensor, extent)
             if memory.writer < 0 and extent.bad:
                 self.sources[-1 - memory.writer].extent = extent
         return [Known(extent, m.writer, m.declared) for extent, m in zip(extents, memories, strict=True)]
@@ -71,9 +87,9 @@ class Ledger:
             if before.bad and not extent.bad:
                 return
             declared = declared or before.declared
-        memory = self._memory[place] = _Memory(index, declared, extent.bad)
+        memory = self._memory[place] = _Memory(_handle(tensor), index, declared, extent.bad)
         if keep and not into:
-            memory.measured[_layout(tensor)] = (tensor._version, extent)
+            memory.note(tensor, extent)
 
     def add_input(self, name: str, tensor: Tensor, now: int) -> None:
         """Names a tensor that the model is called with."""
@@ -84,7 +100,7 @@ class Ledger:
             source.samples = bad_samples(name, fault)
             source.declared = "" if fault.any() else allowed_reason(name, expected())
         self.sources.append(source)
-        self._memory[address(tensor)] = _Memory(-len(self.sources), source.declared, extent.bad)
+        self._memory[address(tensor)] = _Memory(_handle(tensor), -len(self.sources), source.declared, extent.bad)
 
     def writer(self, tensor: Tensor) -> int | None:
         """Who wrote the tensor last; None if it was not seen."""
@@ -97,19 +113,21 @@ class Ledger:
         if memory is None:
             name = self._weights.get(place, "")
             nothing = Extent(tensor.dtype, tuple(tensor.shape), 0.0, 0.0)
-            self.sources.append(Source(name, "weight" if name else "unseen", nothing, first_use=now))
-            memory = self._memory[place] = _Memory(-len(self.sources))
+            number = not name and tensor.dim() == 0 and tensor.device.type == "cpu"
+            kind: SourceKind = "weight" if name else "unseen"
+            source = Source(name, kind, nothing, NUMBER if number else "", now)
+            self.sources.append(source)
+            memory = self._memory[place] = _Memory(_handle(tensor), -len(self.sources), source.declared)
         return memory
 
 
+def _handle(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
 def address(tensor: Tensor) -> int:
-    """Identity of the tensor's memory while it is alive."""
+    """Identity of the tensor's memory, unique while it is alive or a handle of it exists."""
     return tensor.untyped_storage()._cdata
-
-
-def _remembered(memory: _Memory, tensor: Tensor) -> Extent | None:
-    version, extent = memory.measured.get(_layout(tensor), (-1, None))
-    return extent if version == tensor._version else None
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ class Fault:
 
     name: str
     module: str
-    """Innermost module of the culprit."""
+    """Innermost module of the culprit, or the start of its name up to a dot."""
     verdict: str
     break_model: Callable[[nn.Module], None] = lambda _: None
     break_batch: Callable[[Batch], Batch] = lambda batch: batch
@@ -213,7 +213,6 @@ FAULTS = [
         "overflow",
         enlarged("encoders.camera.vtransform.depthnet.6", 2e5),
         dtype=HALF,
-        op="aten.convolution",
     ),
     Fault(
         "sums of splat cells on their way into half precision",
@@ -302,7 +301,7 @@ FAULTS = [
     ),
     Fault(
         "NaN position of a point",
-        "encoders.camera.vtransform",
+        "encoders.",
         "data",
         break_batch=bad_points(0, 0, torch.nan),
         samples=(0,),

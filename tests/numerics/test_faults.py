@@ -35,7 +35,10 @@ def broken(fault: Fault) -> tuple[nn.Module, Batch]:
 def test_a_fault_is_attributed(fault: Fault) -> None:
     culprit = traced_step(*broken(fault), fault.dtype).first_bad()
     assert culprit is not None
-    assert culprit.module == fault.module
+    if fault.module.endswith("."):
+        assert culprit.module.startswith(fault.module)
+    else:
+        assert culprit.module == fault.module
     assert culprit.verdict.kind == fault.verdict, culprit.verdict
     assert culprit.record.phase == fault.phase
     assert culprit.record.op.startswith(fault.op)

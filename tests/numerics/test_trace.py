@@ -316,6 +316,69 @@ def test_bad_data_is_named_with_the_sample() -> None:
     assert [fault.kind for fault in culprit.faults] == ["nonfinite"]
 
 
+@pytest.mark.parametrize("clip", [35.0, float("inf")])
+def test_whole_steps_with_clipping_and_an_optimizer_are_healthy(clip: float) -> None:
+    model = Chain(torch.sin)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with Trace(model) as trace:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4))["loss/task/total"].backward()
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+    assert trace.first_bad() is None
+    assert any("adamw" in record.op for record in trace.records)
+
+
+def test_a_number_of_the_code_is_no_unknown_source() -> None:
+    def mark(x: Tensor) -> Tensor:
+        unknown = x.detach() * 1
+        unknown[0] = torch.nan
+        return x + torch.nan_to_num(unknown)
+
+    trace = traced(Chain(mark))
+    assert trace.first_bad() is None
+    assert "declared" in {record.status for record in trace.records}
+
+
+def test_memory_that_is_freed_and_used_again_is_not_mistaken() -> None:
+    """Addresses of freed tensors come back at once; what was measured there must not."""
+
+    def reuse(x: Tensor) -> Tensor:
+        for _ in range(50):
+            passing = x.detach() * 3
+            del passing
+            fresh = torch.from_numpy(x.detach().numpy() * float("nan"))  # torch does not see this one being made
+            x = x + fresh
+        return x
+
+    culprit = culprit_of(reuse)
+    assert culprit.kind == "unseen"
+    assert culprit.record.op == "aten.add.Tensor"
+    assert culprit.record.bad_parents[0] < 0
+
+
+def test_a_norm_of_finite_gradients_that_overflows_is_named() -> None:
+    model = Chain(torch.sin)
+    with Trace(model) as trace:
+        (model(torch.ones(2, 4))["loss/task/total"] * 1e30).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 35.0)
+    assert norm.isinf()
+    culprit = trace.first_bad()
+    assert culprit is not None
+    assert (culprit.record.phase, culprit.verdict.kind, culprit.reached) == ("outside", "overflow", ())
+    assert "norm" in culprit.record.op
+
+
+def test_inference_mode_is_watched_too() -> None:
+    model = Chain(lambda x: (x * 0).add_(1).mul_(0).log())
+    with Trace(model) as trace, torch.inference_mode():
+        model(torch.ones(2, 4))
+    culprit = trace.first_bad()
+    assert culprit is not None
+    assert (culprit.record.op, culprit.module) == ("aten.log.default", "middle")
+
+
 def test_an_operation_that_raises_is_the_culprit() -> None:
     model = Chain(lambda x: x.index_select(0, torch.tensor([9])))
     with pytest.raises((RuntimeError, IndexError)), Trace(model) as trace:
