@@ -76,7 +76,8 @@ def wrap_angle(angle: ArrayLike) -> Array:
 def transform_points(matrix: ArrayLike, points: ArrayLike) -> Array:
     """(P, 3) points moved by a 4×4 transform."""
     m = np.asarray(matrix, dtype=np.float64)
-    moved: Array = np.asarray(points, dtype=np.float64) @ m[:3, :3].T + m[:3, 3]
+    moved: Array = np.asarray(points, dtype=np.float64) @ m[:3, :3].T
+    moved += m[:3, 3]
     return moved
 
 
@@ -120,14 +121,16 @@ def transform_boxes(matrix: ArrayLike, boxes: ArrayLike) -> Array:
 
 def points_in_boxes(points: ArrayLike, boxes: ArrayLike, margin: float = 0.0) -> NDArray[np.bool_]:
     """(n, P) membership of (P, ≥ 3) points in (n, ≥ 7) boxes grown by `margin` metres on each side."""
-    p = np.asarray(points, dtype=np.float64)[:, :3]
+    px, py, pz = np.asarray(points)[:, :3].T.astype(np.float64)
     b = np.asarray(boxes, dtype=np.float64).reshape(-1, np.shape(boxes)[-1])
-    inside = np.zeros((len(b), len(p)), dtype=bool)
+    inside = np.zeros((len(b), len(px)), dtype=bool)
     for i, (x, y, z, length, width, height, yaw) in enumerate(b[:, :7]):
-        dx, dy, dz = p[:, 0] - x, p[:, 1] - y, p[:, 2] - z
+        reach = 1.001 * np.hypot(length / 2 + margin, width / 2 + margin)
+        near = np.flatnonzero((np.abs(px - x) <= reach) & (np.abs(py - y) <= reach))
+        dx, dy, dz = px[near] - x, py[near] - y, pz[near] - z
         c, s = np.cos(yaw), np.sin(yaw)
         along, across = c * dx + s * dy, -s * dx + c * dy
-        inside[i] = (
+        inside[i, near] = (
             (np.abs(along) <= length / 2 + margin)
             & (np.abs(across) <= width / 2 + margin)
             & (np.abs(dz) <= height / 2 + margin)

@@ -36,6 +36,14 @@ class ImageAugmentConfig:
     resize_eval: float = opt(0.48, "resize factor in evaluation", above=0)
     rotate: tuple[float, float] = opt((-5.4, 5.4), "range of the random rotation, degrees")
     flip: bool = opt(True, "flip each image with probability one half")
+    draft: bool = opt(
+        True,
+        "training decodes JPEGs at a half, a quarter or an eighth where resizing goes below it anyway; faster",
+    )
+    grid_mask: float = opt(
+        0.0, "probability that training cuts a grid of square holes into a sample's images", low=0, high=1
+    )
+    grid_mask_ratio: float = opt(0.5, "width of the stripes between those holes over their period", above=0, high=1)
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,34 @@ class SpaceAugmentConfig:
 
 
 @dataclass(frozen=True)
+class PasteCountsConfig:
+    """Objects of each class that a sample is filled up to; 0 pastes none."""
+
+    car: int = opt(2, "cars", low=0)
+    truck: int = opt(3, "trucks", low=0)
+    construction_vehicle: int = opt(7, "construction vehicles", low=0)
+    bus: int = opt(4, "buses", low=0)
+    trailer: int = opt(6, "trailers", low=0)
+    barrier: int = opt(2, "barriers", low=0)
+    motorcycle: int = opt(6, "motorcycles", low=0)
+    bicycle: int = opt(6, "bicycles", low=0)
+    pedestrian: int = opt(2, "pedestrians", low=0)
+    traffic_cone: int = opt(2, "traffic cones", low=0)
+
+
+@dataclass(frozen=True)
+class PasteConfig:
+    """Ground-truth pasting: objects of other samples put into the point cloud, for LiDAR-only training."""
+
+    database: str = opt(
+        "nuscenes_gt_database_train.npz", "objects and their points, from `bevctl data prepare --gt-database`"
+    )
+    counts: PasteCountsConfig = opt(PasteCountsConfig, "objects a sample is filled up to")
+    min_points: int = opt(5, "objects with fewer LiDAR points are not pasted", low=0)
+    stop_epoch: int = opt(15, "epoch, counted from 0, from which on nothing is pasted", low=0)
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Where samples come from and how they are read."""
 
@@ -56,6 +92,12 @@ class DataConfig:
     info_train: str = opt("nuscenes_infos_train.pkl", "info file of the training samples")
     info_val: str = opt("nuscenes_infos_val.pkl", "info file of the evaluation samples")
     sweeps: int = opt(9, "LiDAR sweeps added to the keyframe", low=0, high=20)
+    sweep_choice: str = opt(
+        "auto",
+        "which of the stored sweeps: random in training and nearest in evaluation (auto), or the same in both; "
+        "published BEVFusion figures were measured with random ones",
+        choices=("auto", "nearest", "random"),
+    )
     classes: tuple[str, ...] = opt(
         (
             "car",
@@ -84,6 +126,8 @@ class DataConfig:
     skip_samples: tuple[str, ...] = opt(
         (), "tokens of samples not to train on; the sample after it takes each one's place"
     )
+    cbgs: bool = opt(False, "draw training samples so that each object class gets the same number (CBGS)")
+    paste: PasteConfig | None = opt(None, "ground-truth pasting, or null")
     image: ImageAugmentConfig = opt(ImageAugmentConfig, "image augmentation")
     space: SpaceAugmentConfig = opt(SpaceAugmentConfig, "3D augmentation")
     augment: bool = opt(True, "apply random augmentation in training")

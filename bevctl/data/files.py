@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+import io
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from bevctl.data.sample import ImageArray
 from bevctl.errors import BevctlError, ExitCode
 
 POINT_FEATURES = 5
 """float32 values a point in a nuScenes LiDAR file: x, y, z, intensity, ring."""
+
+ImageArray = NDArray[np.uint8]
 
 logger = logging.getLogger(__name__)
 
@@ -27,15 +30,54 @@ def _unreadable(path: Path, reason: str) -> BevctlError:
     )
 
 
-def read_image(path: Path) -> ImageArray:
-    """(H, W, 3) RGB. Raises BevctlError (exit 4) for a missing, truncated or foreign file."""
+@dataclass(frozen=True, eq=False)
+class ImageFile:
+    """An image file that was read but not decoded, so that it can be decoded at the size that is needed."""
+
+    path: Path
+    data: bytes
+    size: tuple[int, int]
+    """(width, height)"""
+
+    def decode(self, at_least: tuple[int, int] | None = None) -> Image.Image:
+        """The RGB picture at full size; with `at_least` = (width, height) a JPEG at a half, a quarter or an eighth of
+        it, where that is whole and no smaller.
+
+        The smaller picture is the low frequencies of each block: a good low-pass filter at half the work. Raises
+        BevctlError (exit 4) for a truncated file.
+        """
+        factor = 1 if at_least is None else _reduction(self.size, at_least)
+        try:
+            with Image.open(io.BytesIO(self.data)) as image:
+                if factor > 1:
+                    image.draft("RGB", (self.size[0] // factor, self.size[1] // factor))
+                return image.convert("RGB")
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise _unreadable(self.path, str(error)) from None
+
+
+def _reduction(size: tuple[int, int], at_least: tuple[int, int]) -> int:
+    """The largest of 8, 4, 2 and 1 that divides `size` and leaves `at_least`."""
+    pairs = list(zip(size, at_least, strict=True))
+    fitting = (f for f in (8, 4, 2) if all(side % f == 0 and side // f >= least for side, least in pairs))
+    return next(fitting, 1)
+
+
+def read_image_file(path: Path) -> ImageFile:
+    """The file, its header read. Raises BevctlError (exit 4) for a missing or foreign file."""
     try:
-        with Image.open(path) as image:
-            return np.asarray(image.convert("RGB"))
+        data = path.read_bytes()
+        with Image.open(io.BytesIO(data)) as image:
+            return ImageFile(path, data, image.size)
     except UnidentifiedImageError:
         raise _unreadable(path, "not an image") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise _unreadable(path, getattr(error, "strerror", None) or str(error)) from None
+
+
+def read_image(path: Path) -> ImageArray:
+    """(H, W, 3) RGB. Raises BevctlError (exit 4) for a missing, truncated or foreign file."""
+    return np.asarray(read_image_file(path).decode())
 
 
 def read_points(path: Path) -> NDArray[np.float32]:

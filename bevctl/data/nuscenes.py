@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 
 from bevctl.batch import CAMERAS
 from bevctl.config.schema import Config
-from bevctl.data.files import read_image
+from bevctl.data.balance import balanced_positions, frames_by_class
+from bevctl.data.files import ImageArray, ImageFile, read_image_file
 from bevctl.data.index import read_info, resolve
 from bevctl.data.info import InfoFile, SampleInfo
 from bevctl.data.maps import load_map, map_file, map_masks
-from bevctl.data.sample import ImageArray, Sample
+from bevctl.data.paste import paste_objects
+from bevctl.data.sample import Sample, Transform
 from bevctl.data.sweeps import load_points
 from bevctl.data.transforms import build_transforms
 from bevctl.errors import BevctlError, ExitCode
@@ -42,7 +44,8 @@ class NuScenesDataset:
     """Samples of one split; index with (epoch, i) or i.
 
     Training augments and picks sweeps at random, from a generator seeded by (seed, epoch, i); evaluation is
-    deterministic. An unreadable file leaves a sentence in `Item.problems`; training then takes another sample (none
+    deterministic. With data.cbgs training goes through a class-balanced draw of the samples, in which a sample may come
+    several times. An unreadable file leaves a sentence in `Item.problems`; training then takes another sample (none
     after `ATTEMPTS` in a row), evaluation none. Where the config skips a sample, training takes the next one: the epoch
     keeps its length, and the other samples their places and augmentation. `notes` says once what the data set lacks.
     The maps it needs are opened here, so that forked loader workers share them.
@@ -59,6 +62,9 @@ class NuScenesDataset:
         self.info = _read_split(config, self.train) if info is None else info
         self._labels = {name: label for label, name in enumerate(config.data.classes)}
         self._transforms = build_transforms(config, self.train)
+        self._paste = self._open_paste()
+        balanced = self.train and config.data.cbgs
+        self._order = self._balanced() if balanced else np.arange(len(self.info.samples))
         self._skipped = self._find_skipped() if self.train else frozenset()
         names = [*CAMERAS, *sorted({name for sample in self.info.samples for name in sample.cameras} - set(CAMERAS))]
         self.cameras = tuple(n for n in names if any(n in sample.cameras for sample in self.info.samples))
@@ -66,7 +72,7 @@ class NuScenesDataset:
         self.notes = tuple(self._describe_absent())
 
     def __len__(self) -> int:
-        return len(self.info.samples)
+        return len(self._order)
 
     def __getitem__(self, index: int | tuple[int, int]) -> Item:
         epoch, position = index if isinstance(index, tuple) else (0, index)
@@ -75,12 +81,21 @@ class NuScenesDataset:
         for _ in range(ATTEMPTS if self.train else 1):
             while position in self._skipped:
                 position = (position + 1) % len(self)
+            info = self.info.samples[self._order[position]]
             try:
-                return Item(self._load(self.info.samples[position], rng), tuple(problems))
+                return Item(self._load(info, epoch, rng), tuple(problems))
             except BevctlError as error:
-                problems.append(f"Sample {self.info.samples[position].token}: {error.message}")
+                problems.append(f"Sample {info.token}: {error.message}")
                 position = int(rng.integers(len(self)))
         return Item(None, tuple(problems))
+
+    def _balanced(self) -> NDArray[np.int64]:
+        return balanced_positions(self.info.samples, self.config.data.classes, self.config.seed)
+
+    def _open_paste(self) -> Transform | None:
+        data = self.config.data
+        wanted = self.train and data.augment and data.paste is not None and self._needs_points()
+        return paste_objects(self.config, data.paste) if wanted and data.paste is not None else None
 
     def _find_skipped(self) -> frozenset[int]:
         """Positions of the samples that the config leaves out of training."""
@@ -91,47 +106,70 @@ class NuScenesDataset:
                 f"data.skip_samples: {self.info.path} has no sample {unknown[0]}.",
                 "Take tokens of that file that this set does not have out of data.skip_samples.",
             )
-        skipped = frozenset(positions[token] for token in self.config.data.skip_samples)
-        if len(skipped) == len(positions):
+        left_out = [positions[token] for token in self.config.data.skip_samples]
+        skipped = frozenset(np.flatnonzero(np.isin(self._order, left_out)).tolist())
+        if len(skipped) == len(self):
             raise BevctlError("data.skip_samples leaves no sample to train on.", "Take some tokens out of it.")
         return skipped
 
-    def _load(self, info: SampleInfo, rng: np.random.Generator) -> Sample:
-        sample = self._read(info, rng)
-        for transform in self._transforms:
-            sample = transform(sample, rng)
-        return dataclasses.replace(sample, bev_map=self._map_of(info, sample.lidar_aug))
+    def _load(self, info: SampleInfo, epoch: int, rng: np.random.Generator) -> Sample:
+        sample = self.bare_sample(info)
+        for step in self.steps(info, epoch).values():
+            sample = step(sample, rng)
+        return sample
 
-    def _read(self, info: SampleInfo, rng: np.random.Generator) -> Sample:
-        sweeps = self.config.data.sweeps
+    def bare_sample(self, info: SampleInfo) -> Sample:
+        """What the info file itself says about a sample; `steps` turn it into what the model gets."""
         boxes, labels = self._targets(info)
-        cameras = len(self.cameras)
         return Sample(
             token=info.token,
-            images=self._read_images(info) if self.config.model.camera is not None else None,
-            points=load_points(self.root, info, sweeps, rng if self.train else None) if self._needs_points() else None,
+            images=None,
+            points=None,
             intrinsics=self._intrinsics(info),
             camera2lidar=_stack4([_camera2lidar(info, name) for name in self.cameras]),
-            image_aug=np.broadcast_to(np.eye(4), (cameras, 4, 4)),
+            image_aug=np.broadcast_to(np.eye(4), (len(self.cameras), 4, 4)),
             lidar_aug=np.eye(4),
             boxes=boxes,
             labels=labels,
             has_boxes=info.boxes is not None,
         )
 
+    def steps(self, info: SampleInfo, epoch: int) -> dict[str, Transform]:
+        """What is done to the `bare_sample` of `info` in an epoch, by name and in order; reading comes first."""
+        steps: dict[str, Transform] = {}
+        if self.config.model.camera is not None:
+            steps["read images"] = lambda sample, _: dataclasses.replace(sample, encoded=self._read_images(info))
+        if self._needs_points():
+            steps["read points"] = lambda sample, rng: dataclasses.replace(sample, points=self._read_points(info, rng))
+        paste = self.config.data.paste
+        if self._paste is not None and paste is not None and epoch < paste.stop_epoch:
+            steps["paste objects"] = self._paste
+        steps |= self._transforms
+        if self.config.model.map is not None:
+            steps["draw map"] = lambda sample, _: dataclasses.replace(
+                sample, bev_map=self._map_of(info, sample.lidar_aug)
+            )
+        return steps
+
     def _needs_points(self) -> bool:
         camera = self.config.model.camera
         return self.config.model.lidar is not None or (camera is not None and camera.view.kind == "depth_lss")
 
-    def _read_images(self, info: SampleInfo) -> tuple[ImageArray, ...]:
+    def _read_points(self, info: SampleInfo, rng: np.random.Generator) -> NDArray[np.float32]:
+        choice = self.config.data.sweep_choice
+        random = self.train if choice == "auto" else choice == "random"
+        return load_points(self.root, info, self.config.data.sweeps, rng if random else None)
+
+    def _read_images(self, info: SampleInfo) -> tuple[ImageArray | ImageFile, ...]:
         present = {
-            name: read_image(resolve(self.root, info.cameras[name].path, name))
+            name: read_image_file(resolve(self.root, info.cameras[name].path, name))
             for name in self.cameras
             if name in info.cameras
         }
         if not present:
             raise BevctlError(f"sample {info.token} has no image at all", code=ExitCode.RUN_FAILED)
-        blank = np.zeros_like(next(iter(present.values())))
+        width, height = next(iter(present.values())).size
+        blank = np.zeros((height, width, 3), dtype=np.uint8)
         return tuple(present.get(name, blank) for name in self.cameras)
 
     def _intrinsics(self, info: SampleInfo) -> Array:
@@ -171,6 +209,8 @@ class NuScenesDataset:
         """One sentence for each thing that the configured model would use and the data set lacks."""
         samples, total = self.info.samples, len(self.info.samples)
         yield from self.info.notes
+        if self.train and self.config.data.cbgs:
+            yield self._describe_balance()
         if self.config.model.object is not None:
             bare = sum(sample.boxes is None for sample in samples)
             if bare:
@@ -179,6 +219,12 @@ class NuScenesDataset:
             yield from _describe_absent_cameras(samples)
         if self.config.model.map is not None:
             yield from self._describe_absent_maps()
+
+    def _describe_balance(self) -> str:
+        classes = self.config.data.classes
+        absent = [name for name in classes if name not in frames_by_class(self.info.samples, classes)]
+        missing = f"; there are no objects of {', '.join(absent)}" if absent else ""
+        return f"CBGS draws {len(self)} times from {len(self.info.samples)} samples{missing}."
 
     def _describe_absent_maps(self) -> Iterable[str]:
         total = len(self.info.samples)

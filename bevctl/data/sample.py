@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bevctl.data.files import ImageArray, ImageFile
 from bevctl.geometry import Array
-
-ImageArray = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,7 +18,7 @@ class Sample:
 
     token: str
     images: tuple[ImageArray, ...] | None
-    """N × (H, W, 3) RGB; sizes may differ before augmentation."""
+    """N × (H, W, 3) RGB; sizes may differ before augmentation. None while they are `encoded`."""
     points: NDArray[np.float32] | None
     """(P, 5) x, y, z, intensity, dt."""
     intrinsics: Array
@@ -37,6 +36,8 @@ class Sample:
     has_boxes: bool
     bev_map: NDArray[np.uint8] | None = None
     """(K, X, Y) 0/1, or None where the sample has no map."""
+    encoded: tuple[ImageArray | ImageFile, ...] = ()
+    """N images, most of them not yet decoded, that the image augmentation turns into `images`."""
 
 
 Transform = Callable[[Sample, np.random.Generator], Sample]

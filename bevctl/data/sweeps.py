@@ -27,11 +27,19 @@ def load_points(root: Path, info: SampleInfo, count: int, rng: np.random.Generat
     Points near the sensor are removed from sweeps only. A sample without any stored sweep gets its keyframe `count`
     times more, so that point density does not tell the two apart. Raises BevctlError for an unreadable file.
     """
-    keyframe = _with_dt(read_points(resolve(root, info.lidar_path, LIDAR)), 0.0)
+    keyframe = read_points(resolve(root, info.lidar_path, LIDAR))
+    sweeps = _choose(info.sweeps, count, rng)
+    earlier = [_without_ego(read_points(resolve(root, sweep.path, LIDAR))) for sweep in sweeps]
     if not info.sweeps:
-        return np.concatenate([keyframe] + [_without_ego(keyframe)] * count)
-    sweeps = [_load_sweep(root, sweep, info.timestamp) for sweep in _choose(info.sweeps, count, rng)]
-    return np.concatenate([keyframe, *sweeps])
+        earlier = [_without_ego(keyframe)] * count
+    points = np.concatenate([keyframe, *earlier])
+    points[:, 4] = 0.0
+    end = len(keyframe)
+    for sweep, cloud in zip(sweeps, earlier, strict=False):  # copies of the keyframe stay where they are
+        start, end = end, end + len(cloud)
+        points[start:end, 4] = info.timestamp - sweep.timestamp
+        points[start:end, :3] = transform_points(sweep.sweep2key, cloud[:, :3])
+    return points
 
 
 def _choose(sweeps: Sequence[SweepInfo], count: int, rng: np.random.Generator | None) -> list[SweepInfo]:
@@ -40,19 +48,6 @@ def _choose(sweeps: Sequence[SweepInfo], count: int, rng: np.random.Generator | 
     return [sweeps[i] for i in rng.choice(len(sweeps), size=count, replace=False)]
 
 
-def _load_sweep(root: Path, sweep: SweepInfo, key_timestamp: float) -> Points:
-    points = _without_ego(read_points(resolve(root, sweep.path, LIDAR)))
-    moved = _with_dt(points, key_timestamp - sweep.timestamp)
-    moved[:, :3] = transform_points(sweep.sweep2key, points[:, :3])
-    return moved
-
-
 def _without_ego(points: Points) -> Points:
-    return points[~(np.abs(points[:, :2]) < EGO_HALF_SIDE).all(axis=1)]
-
-
-def _with_dt(points: Points, dt: float) -> Points:
-    """A copy with the time difference in place of the ring number."""
-    timed = points.copy()
-    timed[:, 4] = dt
-    return timed
+    x, y = np.abs(points[:, 0]), np.abs(points[:, 1])
+    return points.take(np.flatnonzero((x >= EGO_HALF_SIDE) | (y >= EGO_HALF_SIDE)), axis=0)

@@ -209,7 +209,7 @@ def test_shuffling_keeps_every_point() -> None:
 
 def _run(sample: Sample, config: Config, train: bool, seed: int) -> Sample:
     rng = np.random.default_rng(seed)
-    for transform in build_transforms(config, train):
+    for transform in build_transforms(config, train).values():
         sample = transform(sample, rng)
     return sample
 
