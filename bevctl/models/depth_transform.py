@@ -44,10 +44,11 @@ class DepthTransform(nn.Sequential):
         return features
 
     def _joins_first_layers(self, depth: Tensor) -> bool:
-        """Not with statistics of several ranks, of all batches alike, or of none."""
+        """Not with statistics of several ranks, of all batches alike, or of none, and not while compiled."""
         norm = self[1]
         plain = type(norm) is nn.BatchNorm2d and norm.track_running_stats and norm.momentum is not None
-        return plain and depth.dtype == torch.float32 and not depth.requires_grad and use_triton(depth)
+        known = depth.dtype == torch.float32 and not depth.requires_grad
+        return plain and known and not torch.compiler.is_compiling() and use_triton(depth)
 
     def _affine(self, depth: Tensor) -> tuple[Tensor, Tensor]:
         """(8,) scale and (8,) shift of first convolution and BatchNorm together; updates the running statistics."""

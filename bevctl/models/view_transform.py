@@ -17,9 +17,10 @@ from bevctl.batch import Calibration
 from bevctl.config.schema import ViewTransformConfig
 from bevctl.errors import BevctlError
 from bevctl.models.depth_transform import DepthTransform, conv_norm_act
-from bevctl.models.layers import channels_last
+from bevctl.models.layers import autocast_dtype, channels_last
 from bevctl.models.view_geometry import frustum_grid, frustum_rays, rasterize_depth
 from bevctl.ops.bev_pool import SplatIndex, frustum_cells, index_points, lift_splat
+from bevctl.ops.linear import linear
 
 STRIDE = 8
 """Pixels of the network's image to a feature cell."""
@@ -125,7 +126,7 @@ class LSSTransform(LiftSplat):
 
     def __init__(self, config: ViewTransformConfig, image_size: tuple[int, int], in_channels: int) -> None:
         super().__init__(config, image_size)
-        self.depthnet = nn.Conv2d(in_channels, self.bins + self.channels, 1)
+        self.depthnet = PointwiseConv(in_channels, self.bins + self.channels)
 
     def forward(
         self,
@@ -148,7 +149,7 @@ class DepthLSSTransform(LiftSplat):
         self.depthnet = nn.Sequential(
             *conv_norm_act(_DEPTH_CHANNELS + in_channels, in_channels, 3),
             *conv_norm_act(in_channels, in_channels, 3),
-            nn.Conv2d(in_channels, self.bins + self.channels, 1),
+            PointwiseConv(in_channels, self.bins + self.channels),
         )
 
     def forward(
@@ -177,6 +178,20 @@ class DepthLSSTransform(LiftSplat):
         joined = torch.cat([depth, channels_last(features.flatten(0, 1))], dim=1)
         logits: Tensor = self.depthnet(joined)
         return self.splat(logits.unflatten(0, features.shape[:2]), calibration)
+
+
+class PointwiseConv(nn.Conv2d):
+    """1 × 1 convolution as one matrix product over the channels of a map."""
+
+    bias: nn.Parameter
+
+    def __init__(self, in_channels: int, channels: int) -> None:
+        super().__init__(in_channels, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C_in, H, W) → (B, C, H, W), channels-last in memory."""
+        pixels = linear(x.permute(0, 2, 3, 1), self.weight.flatten(1), self.bias, autocast_dtype(x))
+        return pixels.permute(0, 3, 1, 2)
 
 
 def _downsample(channels: int) -> nn.Sequential:

@@ -27,7 +27,7 @@ def affine_relu_conv(image: Tensor, scale: Tensor, shift: Tensor, weight: Tensor
         stride: pixels of the image to one of the result, both ways.
 
     Returns:
-        (N, O, H', W'), channels-last in memory.
+        (N, O, H', W'), channels-last in memory where the device convolves that way.
 
     Raises:
         ValueError: shapes that do not belong together, or an image that needs a gradient.

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bevctl.ops.kernels.launch import launch, sized
+
 _FORWARD_PIXELS = 32
 """Output pixels of a program of the forward pass."""
 _BACKWARD_PIXELS = 32
@@ -26,10 +28,11 @@ def convolve(image: Tensor, scale: Tensor, shift: Tensor, weight: Tensor, bias: 
     out = weight.new_empty(len(image), height, width, len(weight))
     options = _options(weight, stride)
     if out.numel():
-        _convolve[(triton.cdiv(len(image) * height * width, _FORWARD_PIXELS),)](
+        launch(
+            _convolve, (triton.cdiv(len(image) * height * width, _FORWARD_PIXELS),),
             image.contiguous(), scale.float(), shift.float(), _by_tap(weight), bias.float(), out,
-            len(image), *image.shape[1:], height, width, PIXELS=_FORWARD_PIXELS,
-            TAPS=max(1, 32 // options["BLOCK_CHANNELS"]), **options,
+            len(image), *image.shape[1:], height, width,
+            PIXELS=_FORWARD_PIXELS, TAPS=max(1, 32 // options["BLOCK_CHANNELS"]), **options,
         )  # fmt: skip
     return out
 
@@ -45,10 +48,12 @@ def gradients(
     of_affine = image.new_empty(programs, 2, channels)
     of_bias = image.new_empty(programs, outs)
     if programs:
-        _gradients[(programs,)](
+        taps = max(triton.next_power_of_2(size * size), 16 // options["BLOCK_CHANNELS"])
+        launch(
+            _gradients, (programs,),
             image.contiguous(), scale.float(), shift.float(), _by_tap(weight), gradient, of_weight, of_affine, of_bias,
-            len(image), *image.shape[1:], *gradient.shape[1:3], PIXELS=_BACKWARD_PIXELS,
-            TAPS=max(triton.next_power_of_2(size * size), 16 // options["BLOCK_CHANNELS"]), **options, num_warps=8,
+            len(image), *image.shape[1:], *gradient.shape[1:3],
+            PIXELS=_BACKWARD_PIXELS, TAPS=taps, **options, num_warps=8,
         )  # fmt: skip
     of_scale, of_shift = of_affine.sum(0)
     whole = of_weight.sum(0).permute(3, 2, 0, 1).to(weight.dtype)
@@ -110,7 +115,7 @@ def _weight_place(
     return (tap * CHANNELS + channel)[:, None] * OUT + out[None, :], known
 
 
-@triton.jit
+@sized("images", "height", "width", "out_height", "out_width")
 def _convolve(
     image, scale, shift, weights, bias, out, images, height, width, out_height, out_width,
     PIXELS: tl.constexpr, TAPS: tl.constexpr, OUT: tl.constexpr, BLOCK_OUT: tl.constexpr, CHANNELS: tl.constexpr,
@@ -135,7 +140,7 @@ def _convolve(
     tl.store(address, total.to(out.dtype.element_ty), inside)
 
 
-@triton.jit
+@sized("images", "height", "width", "out_height", "out_width")
 def _gradients(
     image, scale, shift, weights, gradient, of_weight, of_affine, of_bias,
     images, height, width, out_height, out_width,

@@ -11,6 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bevctl.ops.kernels.launch import launch, sized
+
+_CELL_POINTS = 512
+"""Points that a program finds the cells of."""
 _GATHER_POINTS = 4
 """Points that a program of the forward pass adds at a time."""
 _GATHER_WARPS = 1
@@ -23,15 +27,16 @@ def cells(rays: Tensor, origins: Tensor, depths: Tensor, bounds: tuple[Tensor, T
     """As `bevctl.ops.bev_pool.frustum_cells`, bit by bit: nothing is contracted into a fused multiply-add."""
     height, width = rays.shape[2:4]
     out = torch.empty(*rays.shape[:4], len(depths), dtype=torch.int32, device=rays.device)
-    block = 512
     if out.numel():
-        _cells[(triton.cdiv(out.numel(), block),)](
-            rays, origins, depths, *bounds, out, out.numel(), height * width, len(depths), block, enable_fp_fusion=False
-        )
+        launch(
+            _cells, (triton.cdiv(out.numel(), _CELL_POINTS),),
+            rays, origins, depths, *bounds, out, out.numel(), height * width,
+            BINS=len(depths), BLOCK=_CELL_POINTS, enable_fp_fusion=False,
+        )  # fmt: skip
     return out
 
 
-@triton.jit
+@sized("points", "camera_pixels")
 def _cells(
     rays, origins, depths, low, size, counts, out, points, camera_pixels, BINS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -54,7 +59,7 @@ def _cells(
 def _cell_along(axis: tl.constexpr, rays, origins, low, size, depth, pixel, camera, mask):
     ray = tl.load(rays + pixel * 3 + axis, mask, 0.0)
     position = ray * depth + tl.load(origins + camera * 3 + axis, mask, 0.0)
-    return tl.div_rn(position - tl.load(low + axis), tl.load(size + axis) + tl.zeros_like(position))
+    return tl.div_rn(position - tl.load(low + axis), tl.load(size + axis))
 
 
 def splat(pixels: Tensor, order: Tensor, starts: Tensor, rows: int, bins: int) -> tuple[Tensor, Tensor]:
@@ -72,27 +77,25 @@ def splat(pixels: Tensor, order: Tensor, starts: Tensor, rows: int, bins: int) -
     # Rows of their own start at aligned addresses, which lets a thread load several channels at once.
     context = pixels.new_empty(count, channels)
     out = pixels.new_empty(rows, channels)
-    block_bins, block_channels = triton.next_power_of_2(bins), triton.next_power_of_2(channels)
+    sizes = {"BINS": bins, "CHANNELS": channels, "BLOCK_CHANNELS": triton.next_power_of_2(channels)}
     if count:
-        _prepare[(count,)](pixels, log_sums, context, bins, channels, block_bins, block_channels, num_warps=1)
+        launch(
+            _prepare, (count,), pixels, log_sums, context,
+            BLOCK_BINS=triton.next_power_of_2(bins), **sizes, num_warps=1,
+        )  # fmt: skip
     if rows:
-        _sum_cells[(rows,)](
-            pixels, context, log_sums, order, starts, out, bins, channels, _GATHER_POINTS, block_channels,
-            num_warps=_GATHER_WARPS,
+        launch(
+            _sum_cells, (rows,), pixels, context, log_sums, order, starts, out,
+            BLOCK_POINTS=_GATHER_POINTS, **sizes, num_warps=_GATHER_WARPS,
         )  # fmt: skip
     return out, log_sums
 
 
-@triton.jit
+@sized()
 def _prepare(
-    pixels,
-    log_sums,
-    context,
-    BINS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    BLOCK_BINS: tl.constexpr,
+    pixels, log_sums, context, BLOCK_BINS: tl.constexpr, BINS: tl.constexpr, CHANNELS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
-):
+):  # fmt: skip
     pixel = tl.program_id(0)
     row = pixels + pixel.to(tl.int64) * (BINS + CHANNELS)
     depth_bin = tl.arange(0, BLOCK_BINS)
@@ -104,19 +107,11 @@ def _prepare(
     tl.store(context + pixel.to(tl.int64) * CHANNELS + channel, values, channel < CHANNELS)
 
 
-@triton.jit
+@sized()
 def _sum_cells(
-    pixels,
-    context,
-    log_sums,
-    order,
-    starts,
-    out,
-    BINS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    BLOCK_POINTS: tl.constexpr,
-    BLOCK_CHANNELS: tl.constexpr,
-):
+    pixels, context, log_sums, order, starts, out, BLOCK_POINTS: tl.constexpr, BINS: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
+):  # fmt: skip
     cell = tl.program_id(0)
     first = tl.load(starts + cell)
     last = tl.load(starts + cell + 1)
@@ -150,31 +145,20 @@ def splat_gradient(pixels: Tensor, log_sums: Tensor, rows: Tensor, gradient: Ten
     out = torch.empty_like(pixels)
     groups = triton.cdiv(height, _GRADIENT_ROWS)
     if out.numel():
-        _pixel_gradients[(len(pixels) // (height * width) * width * groups,)](
-            pixels, log_sums, rows, gradient, out, cells, height, width, groups, bins, channels,
-            _GRADIENT_ROWS, triton.next_power_of_2(bins), triton.next_power_of_2(channels),
-            num_warps=_GRADIENT_WARPS,
+        launch(
+            _pixel_gradients, (len(pixels) // (height * width) * width * groups,),
+            pixels, log_sums, rows, gradient, out, cells, height, width, groups,
+            ROWS=_GRADIENT_ROWS, BINS=bins, CHANNELS=channels, BLOCK_BINS=triton.next_power_of_2(bins),
+            BLOCK_CHANNELS=triton.next_power_of_2(channels), num_warps=_GRADIENT_WARPS,
         )  # fmt: skip
     return out
 
 
-@triton.jit
+@sized("cells", "height", "width", "groups")
 def _pixel_gradients(
-    pixels,
-    log_sums,
-    rows,
-    gradient,
-    out,
-    cells,
-    height,
-    width,
-    groups,
-    BINS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_BINS: tl.constexpr,
-    BLOCK_CHANNELS: tl.constexpr,
-):
+    pixels, log_sums, rows, gradient, out, cells, height, width, groups, ROWS: tl.constexpr, BINS: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK_BINS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     column = program // groups
     camera = column // width

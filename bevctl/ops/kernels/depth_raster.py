@@ -8,7 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from bevctl.ops import depth_raster
+from bevctl.ops.kernels.launch import launch, sized
 
+_BLOCK = 256
+"""Points of a program."""
 _LEAST, _MOST = (tl.constexpr(limit) for limit in depth_raster.DEPTH_RANGE)
 
 
@@ -17,18 +20,16 @@ def lower(points: Tensor, projection: Tensor, nearest: Tensor) -> None:
 
     Bit by bit as plain torch does it: nothing is contracted into a fused multiply-add.
     """
-    block = 256
     if nearest.numel() and len(points):
-        _lower[(triton.cdiv(len(points), block), len(nearest))](
-            points, *points.stride(), projection.contiguous(), nearest.view(torch.int32),
-            len(points), *nearest.shape[1:], block, enable_fp_fusion=False,
+        launch(
+            _lower, (triton.cdiv(len(points), _BLOCK), len(nearest)),
+            points, projection.contiguous(), nearest.view(torch.int32), *points.stride(), len(points),
+            *nearest.shape[1:], BLOCK=_BLOCK, enable_fp_fusion=False,
         )  # fmt: skip
 
 
-@triton.jit
-def _lower(
-    points, stride, step, projections, nearest, count, height, width, BLOCK: tl.constexpr
-):  # fmt: skip
+@sized("stride", "step", "count", "height", "width")
+def _lower(points, projections, nearest, stride, step, count, height, width, BLOCK: tl.constexpr):
     point = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     camera = tl.program_id(1)
     mask = point < count
