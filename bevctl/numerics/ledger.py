@@ -94,6 +94,9 @@ class Ledger:
     def add_input(self, name: str, tensor: Tensor, now: int) -> None:
         """Names a tensor that the model is called with."""
         (extent,) = measure([tensor])
+        before = self._memory.get(address(tensor))
+        if before is not None and before.bad and not extent.bad and self._is_input(before, now):
+            return  # another part of the same memory, which is at fault
         source = Source(name, "data", extent, first_use=now)
         if extent.bad:
             fault = bad_elements(name, tensor, expected())
@@ -106,6 +109,10 @@ class Ledger:
         """Who wrote the tensor last; None if it was not seen."""
         memory = self._memory.get(address(tensor))
         return None if memory is None else memory.writer
+
+    def _is_input(self, memory: _Memory, now: int) -> bool:
+        source = self.sources[-1 - memory.writer] if memory.writer < 0 else None
+        return source is not None and (source.kind, source.first_use) == ("data", now)
 
     def _memory_of(self, tensor: Tensor, now: int) -> _Memory:
         place = address(tensor)

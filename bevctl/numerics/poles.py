@@ -22,6 +22,8 @@ class Pole:
     argument: str
     flags: Callable[[Tensor], Tensor]
     words: str
+    along: str = ""
+    """Argument that names an axis along which every number must be one."""
 
 
 _POLES = {
@@ -40,25 +42,33 @@ _POLES = {
     "asin": Pole("self", lambda x: x.abs() > 1, "arc sine beyond 1"),
     "atanh": Pole("self", lambda x: x.abs() >= 1, "hyperbolic arc tangent at or beyond 1"),
     "logit": Pole("self", lambda x: (x <= 0) | (x >= 1), "logit at or beyond 0 or 1"),
-    "_softmax": Pole("self", lambda x: x == -torch.inf, "softmax of a row in which every entry is masked"),
-    "_log_softmax": Pole("self", lambda x: x == -torch.inf, "softmax of a row in which every entry is masked"),
+    "_softmax": Pole("self", lambda x: x == -torch.inf, "softmax of rows in which every entry is masked", along="dim"),
+    "_log_softmax": Pole(
+        "self", lambda x: x == -torch.inf, "softmax of rows in which every entry is masked", along="dim"
+    ),
     "native_batch_norm": Pole("running_var", lambda x: x < 0, "negative running variance"),
     "cudnn_batch_norm": Pole("running_var", lambda x: x < 0, "negative running variance"),
-    "mean": Pole("self", lambda x: torch.tensor(x.numel() == 0), "mean of no elements"),
-    "var": Pole("self", lambda x: torch.tensor(x.numel() < 2), "variance of fewer than two elements"),
-    "std": Pole("self", lambda x: torch.tensor(x.numel() < 2), "deviation of fewer than two elements"),
 }
+_NEEDED = {
+    "mean": (1, "mean of no elements"),
+    "var": (2, "variance of one element"),
+    "std": (2, "deviation of one element"),
+}
+"""Elements that an operation needs."""
 
 
 def pole_sentence(call: Call) -> str:
-    """Such as "division by zero: 3 of 40 elements of other", or "" where the inputs are no pole."""
-    base = call.traits.name.split(".")[1].removesuffix("_")
+    """Such as "division by zero: 3 of 40", or "" where the inputs are no pole."""
+    base, bound = call.traits.name.split(".")[1].removesuffix("_"), call.bound
+    needed, lacking = _NEEDED.get(base, (0, ""))
+    if needed and bound["self"].numel() < needed:
+        return lacking
     pole = _POLES.get(base)
-    if pole is None:
+    value: Any = None if pole is None else bound.get(pole.argument)
+    if pole is None or not isinstance(value, Tensor):
         return ""
-    value: Any = call.bound.get(pole.argument)
-    if not isinstance(value, Tensor):
-        return pole.words if value == 0 and base == "div" else ""
     flags = pole.flags(value.detach())
+    if pole.along:
+        flags = flags.all(dim=bound[pole.along])
     count = int(flags.sum())
-    return f"{pole.words}: {count} of {value.numel()} elements" if count else ""
+    return f"{pole.words}: {count} of {flags.numel()}" if count else ""

@@ -11,13 +11,6 @@ from torch import Tensor
 from bevctl.numerics.formats import HALF, wider
 from bevctl.numerics.operation import Call, floating_tensors
 
-_SUBSTITUTES = {
-    "aten._scaled_dot_product_flash_attention.default": torch.ops.aten._scaled_dot_product_attention_math.default,
-    "aten._scaled_dot_product_cudnn_attention.default": torch.ops.aten._scaled_dot_product_attention_math.default,
-}
-"""Operations that exist in half precision only, and one of the same arguments that runs in every format."""
-_SHARED_ARGUMENTS = ("query", "key", "value", "attn_mask", "attn_bias", "dropout_p", "is_causal", "scale")
-
 
 def run_wide(call: Call, narrow: torch.dtype, replace: Mapping[int, Tensor] | None = None) -> list[Tensor]:
     """The floating-point results of a call whose tensors of half precision, or of `narrow`, are widened.
@@ -42,16 +35,49 @@ def run_wide(call: Call, narrow: torch.dtype, replace: Mapping[int, Tensor] | No
     bound = {name: _copied(convert(value)) if name in written else convert(value) for name, value in call.bound.items()}
     devices = {tensor.device for tensor in floating_tensors(list(call.bound.values())) if tensor.is_cuda}
     with torch.random.fork_rng(devices=list(devices)), torch.no_grad():
-        substitute = _SUBSTITUTES.get(call.traits.name)
+        substitute = _HALF_ONLY.get(call.traits.name)
         if substitute is not None:
-            result = substitute(**{name: bound[name] for name in _SHARED_ARGUMENTS if name in bound})
-        else:
-            positional = [bound.pop(name) for name in call.traits.arguments[: len(call.args)]]
-            result = call.func(*positional, **bound)
-    return list(floating_tensors(result))
+            return substitute(bound)
+        positional = [bound.pop(name) for name in call.traits.arguments[: len(call.args)]]
+        return list(floating_tensors(call.func(*positional, **bound)))
 
 
 def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.clone()
     return [_copied(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _attention(bound: Mapping[str, Any]) -> list[Tensor]:
+    """What fused attention gives, without its dropout."""
+    return [_attention_weights(bound) @ bound["value"]]
+
+
+def _attention_gradients(bound: Mapping[str, Any]) -> list[Tensor]:
+    """Gradients of query, key and value of fused attention, without its dropout."""
+    weights, grad = _attention_weights(bound), bound["grad_out"]
+    of_weights = grad @ bound["value"].mT
+    of_logits = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True)) * _attention_scale(bound)
+    return [of_logits @ bound["key"], of_logits.mT @ bound["query"], weights.mT @ grad]
+
+
+def _attention_weights(bound: Mapping[str, Any]) -> Tensor:
+    logits = bound["query"] @ bound["key"].mT * _attention_scale(bound)
+    if bound.get("attn_bias") is not None:
+        logits = logits + bound["attn_bias"]
+    if bound.get("is_causal"):
+        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf)
+    return logits.softmax(-1)
+
+
+def _attention_scale(bound: Mapping[str, Any]) -> float:
+    return float(bound.get("scale") or bound["query"].shape[-1] ** -0.5)
+
+
+_HALF_ONLY = {
+    "aten._scaled_dot_product_flash_attention.default": _attention,
+    "aten._scaled_dot_product_cudnn_attention.default": _attention,
+    "aten._scaled_dot_product_flash_attention_backward.default": _attention_gradients,
+    "aten._scaled_dot_product_cudnn_attention_backward.default": _attention_gradients,
+}
+"""Operations that run in half precision only, and the same in plain operations."""

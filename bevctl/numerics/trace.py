@@ -39,7 +39,8 @@ class Trace(TorchDispatchMode):
 
     Works on any device, for any nn.Module, for code around modules, for autograd Functions and for activations that
     are computed again. The numbers are those of a step without it, except that our own kernels run as torch
-    operations and compiled code runs uncompiled. It waits for the device after each operation.
+    operations and compiled code runs uncompiled. It waits for the device after each operation, so that a step takes
+    some ten times as long; beside the records it keeps at most `recent.BYTES` of numbers.
 
         with Trace(model) as trace:
             losses = model(batch)
@@ -88,7 +89,8 @@ class Trace(TorchDispatchMode):
         super().__exit__(*exception)
         self._exits.close()
         self._recent.clear()
-        self._end_backward()
+        if exception[0] is None:
+            self._end_backward()
 
     @property
     def sources(self) -> Sequence[Source]:

@@ -109,7 +109,7 @@ def test_a_log_of_zero_is_code_and_has_a_place() -> None:
     assert culprit.record.place.function == "<lambda>"
     assert (culprit.verdict.kind, culprit.verdict.what) == (
         "code",
-        "logarithm of zero or less: 8 of 8 elements: not finite in float64 either",
+        "logarithm of zero or less: 8 of 8: not finite in float64 either",
     )
     assert culprit.reached[0] == "loss/task/total"
     assert culprit.samples is None
