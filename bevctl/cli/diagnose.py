@@ -76,6 +76,7 @@ def command(
     from bevctl.diagnose.topics import diagnose
     from bevctl.finding import Severity
 
+    _check(topic, replay, forecast, write_fix)
     if run is None and checkpoint is None:
         run = _newest(console)
     request = DiagnoseRequest(
@@ -95,6 +96,16 @@ def command(
     if write_fix is not None:
         _write_fix(console, write_fix, answer, run)
     return exit_code(answer, Severity(fail_on))
+
+
+def _check(topic: str, replay: bool, forecast: bool, write_fix: Path | None) -> None:
+    """Refuses at once what would fail or be ignored after minutes of work."""
+    if topic != "nan" and (replay or forecast):
+        raise BevctlError(f"--{'replay' if replay else 'forecast'} belongs to `diagnose nan`.", "Leave it out.")
+    if replay and forecast:
+        raise BevctlError("--replay contradicts --forecast, which is for a healthy run.", "Give one of them.")
+    if write_fix is not None and write_fix.is_dir():
+        raise BevctlError(f"--write-fix {write_fix} is a folder.", "Name a file, for example fix.yaml.")
 
 
 def _newest(console: Console) -> Path:

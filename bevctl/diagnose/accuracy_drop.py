@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,9 +80,9 @@ def diagnose(request: DiagnoseRequest) -> Diagnosis:
     comparison = compare(sides[0].scores, sides[1].scores, NORMAL) if sides else None
     parts, told = _sensitivity(request, path)
     looked_at = [*(side.sentence() for side in sides), told]
-    if comparison is None and (sides or not parts):
+    if comparison is None:
         missing = "No epoch was evaluated by both with a score above zero" if sides else "There is no run --against it"
-        looked_at.append(f"{missing}: whether accuracy was lost is not known.")
+        looked_at.append(f"{missing}: whether accuracy was lost in training is not known.")
     findings = [*(_of_scores(comparison, *sides) if comparison is not None else ()), *_of_parts(parts, comparison)]
     decided = comparison is not None or bool(parts and not sides)
     status = status_of(findings) if decided else Status.INCONCLUSIVE
@@ -197,7 +198,7 @@ def _of_parts(parts: Sequence[Deviation], comparison: Comparison | None) -> Iter
     if len(parts) < 2:
         return
     whole, best = parts[0], parts[1]
-    share = 1 - best.relative / whole.relative if whole.relative else 0.0
+    share = _share_taken(whole.relative, best.relative)
     dropped = comparison is not None and comparison.drop(comparison.main[0]) > NORMAL
     sensitive = share >= 0.5 and (dropped or whole.relative > NOTABLE)
     evidence = [Evidence("all in half precision", f"held-out losses deviate by {whole.relative:.2e} from FP32's")]
@@ -212,6 +213,13 @@ def _of_parts(parts: Sequence[Deviation], comparison: Comparison | None) -> Iter
         "The trained weights are the same: what differs is the rounding alone.",
         (Remedy({"precision.fp32_modules": [best.part]}, why),) if share >= 0.5 else (),
     )
+
+
+def _share_taken(whole: float, rest: float) -> float:
+    """Which share of a deviation is gone."""
+    if math.isinf(whole):
+        return 0.0 if math.isinf(rest) else 1.0
+    return 1 - rest / whole if whole else 0.0
 
 
 def _score_table(comparison: Comparison | None) -> list[Table]:

@@ -100,8 +100,8 @@ def find_bundle(run: Path) -> tuple[Path, list[Path]]:
     Raises:
         BevctlError: there is none.
     """
-    if run.name == DOCUMENT:
-        run = run.parent
+    if run.is_file():
+        run = run.parent  # a file of the bundle, or the log of the run
     if (run / DOCUMENT).is_file():
         return run, [run]
     if not run.exists():

@@ -9,7 +9,6 @@ from typing import Any
 import yaml
 
 from bevctl.diagnose.report import DiagnoseFinding, Remedy
-from bevctl.errors import BevctlError
 from bevctl.files import atomic_write_text
 
 
@@ -32,11 +31,8 @@ def write_fix(path: Path, findings: Sequence[DiagnoseFinding]) -> list[Remedy]:
     """Writes the settings of `chosen_remedies` and returns them; writes nothing where there are none.
 
     Raises:
-        BevctlError: `path` is a folder.
         OSError: the file system refuses.
     """
-    if path.is_dir():
-        raise BevctlError(f"{path} is a folder.", "Name a file, for example --write-fix fix.yaml.")
     remedies = chosen_remedies(findings)
     if remedies:
         atomic_write_text(path, "".join(map(_comment, remedies)) + yaml.safe_dump(_nested(remedies), sort_keys=False))

@@ -83,7 +83,8 @@ def _explained(bundle: Bundle, looked_at: list[str], say: Callable[[str], None])
         looked_at.append("No single operation explains it: the replay under instruments was finite throughout.")
         return Diagnosis(Status.INCONCLUSIVE, (), looked_at, (), _facts(bundle))
     say("Trying remedies")
-    finding = _with_remedies(bundle, cause, say)
+    finding, told = _with_remedies(bundle, cause, say)
+    looked_at += told
     hidden = hidden_finding(traced.culprit) if traced.culprit is not None else None
     findings = [finding, *([hidden] if hidden else [])]
     tables = _next_to_break(bundle, traced, finding) if traced.precision == "fp16" else []
@@ -139,18 +140,20 @@ def _way_back(bundle: Bundle, say: Callable[[str], None]) -> Remedy:
     return Remedy({}, f"go back to the last clean checkpoint: {command}", gets_through(bundle, moment))
 
 
-def _with_remedies(bundle: Bundle, cause: Cause, say: Callable[[str], None]) -> DiagnoseFinding:
-    """The cause's finding with what was tried, cures first."""
+def _with_remedies(bundle: Bundle, cause: Cause, say: Callable[[str], None]) -> tuple[DiagnoseFinding, list[str]]:
+    """The cause's finding with what was tried, cures first; and on what it was tried."""
+    tried, told = _tried(bundle, cause, say)
     order = {True: 0, None: 1, False: 2}
-    tried = sorted(_tried(bundle, cause, say), key=lambda remedy: order[remedy.verified])
-    return dataclasses.replace(cause.finding, fix=(*tried, *cause.finding.fix))
+    tried = sorted(tried, key=lambda remedy: order[remedy.verified])
+    return dataclasses.replace(cause.finding, fix=(*tried, *cause.finding.fix)), told
 
 
-def _tried(bundle: Bundle, cause: Cause, say: Callable[[str], None]) -> list[Remedy]:
+def _tried(bundle: Bundle, cause: Cause, say: Callable[[str], None]) -> tuple[list[Remedy], list[str]]:
     if cause.finding.id == STATE:
-        return [_way_back(bundle, say)]
+        return [_way_back(bundle, say)], []
     trials = Trials(bundle, TRIALS_S, say)
-    return [remedy for ladder in cause.ladders for remedy in trials.attempt_until_cured(ladder)]
+    remedies = [remedy for ladder in cause.ladders for remedy in trials.attempt_until_cured(ladder)]
+    return remedies, [trials.sentence()] if remedies else []
 
 
 def _transient(bundle: Bundle, replays: Sequence[Result], looked_at: list[str]) -> Diagnosis:

@@ -63,8 +63,10 @@ def _remedy(remedy: Remedy) -> str:
     cost = [
         f"{name} x {factor:.2f}" for name, factor in (("time", remedy.step_time), ("memory", remedy.memory)) if factor
     ]
-    notes = ", ".join([OUTCOMES[remedy.verified], *cost])
-    return f"{settings + ' -- ' if settings else ''}{remedy.why} ({notes})"
+    # What is not a setting cannot be tried; nothing is said of it then.
+    outcome = [OUTCOMES[remedy.verified]] if remedy.set or remedy.verified is not None else []
+    notes = f" ({', '.join([*outcome, *cost])})" if outcome else ""
+    return f"{settings + ' -- ' if settings else ''}{remedy.why}{notes}"
 
 
 def _value(value: object) -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from statistics import fmean
 
 import torch
 from torch import nn
@@ -21,6 +22,8 @@ from bevctl.models.build import build_model
 
 SAMPLES = 8
 """Held-out samples that are looked at."""
+_SMALL = 1e-6
+"""Losses below this are compared as if they were this large."""
 _TRAINED_ONLY = ("Dropout", "DropPath", "Norm", "MultiheadAttention")
 """Parts of the names of modules that act differently in training."""
 
@@ -32,7 +35,8 @@ class Deviation:
     part: str
     """What runs in FP32; "" for nothing."""
     relative: float
-    """Root mean square of (loss − FP32 loss) / FP32 loss over samples and losses."""
+    """Root mean square of (loss − FP32 loss) / FP32 loss over samples and losses; infinite for a loss that is not
+    finite."""
 
 
 def deviations(
@@ -46,11 +50,13 @@ def deviations(
     """The deviation of the whole model in `half`, then with each part in FP32, the most helpful part first.
 
     Raises:
-        BevctlError: the evaluation data are missing, or the checkpoint does not fit.
+        BevctlError: the evaluation data are missing, the checkpoint does not fit, or is not finite in FP32.
     """
     batches = list(_held_out(config, samples))
     single = Precision("fp32", device.type)
     exact = _losses(_model(config, checkpoint, [], device), batches, single)
+    if not all(sample and all(map(math.isfinite, sample.values())) for sample in exact):
+        raise BevctlError("The losses of held-out samples are not finite in FP32.", "Ask diagnose nan first.")
     model = _model(config, checkpoint, [], device)
     whole = Deviation("", _deviation(_losses(model, batches, half), exact))
     found = []
@@ -114,11 +120,12 @@ def _losses(model: nn.Module, batches: Iterable[Batch], precision: Precision) ->
 
 
 def _deviation(losses: Sequence[dict[str, float]], exact: Sequence[dict[str, float]]) -> float:
-    squares = [
-        ((sample[name] - value) / max(abs(value), 1e-6)) ** 2
+    """Infinite where a loss is not finite."""
+    pairs = [
+        (sample[name], value)
         for sample, reference in zip(losses, exact, strict=True)
         for name, value in reference.items()
     ]
-    if not squares:
-        raise BevctlError("No held-out sample has a loss.", "Check data.info_val.")
-    return math.sqrt(sum(squares) / len(squares))
+    if not all(math.isfinite(loss) for loss, _ in pairs):
+        return math.inf
+    return math.sqrt(fmean(((loss - value) / max(abs(value), _SMALL)) ** 2 for loss, value in pairs))

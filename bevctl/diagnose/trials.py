@@ -73,6 +73,16 @@ class Trials:
         """They without any change."""
         self._earlier: tuple[Moment, list[list[Batch]]] | str | None = None
 
+    def sentence(self) -> str:
+        """On what the remedies were tried."""
+        after = len(self.steps) - 1
+        tried = f"the step and {f'the {after} recorded steps' if after else 'no step'} after it"
+        if isinstance(self._earlier, tuple):
+            return (
+                f"Remedies were tried on {tried}, or from iteration {self._earlier[0].iteration} on where they need to."
+            )
+        return f"Remedies were tried on {tried}."
+
     def attempt(self, idea: Idea) -> Remedy:
         """The remedy with its outcome; without one where it cannot be tried, which `why` says then."""
         if time.monotonic() > self._ends:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bevctl.diagnose import trials
 from bevctl.engine.incident import find_incidents
 from bevctl.errors import ExitCode
 
@@ -25,8 +26,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trials, "FOLLOWING", 1)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

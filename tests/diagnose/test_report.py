@@ -23,7 +23,7 @@ from bevctl.diagnose.report import (
     status_of,
 )
 from bevctl.diagnose.screen import picture
-from bevctl.errors import BevctlError, ExitCode
+from bevctl.errors import ExitCode
 from bevctl.finding import Evidence, Severity
 
 from ..conftest import Outcome
@@ -78,8 +78,6 @@ def test_nothing_is_written_where_every_setting_failed(tmp_path: Path) -> None:
     path = tmp_path / "fix.yaml"
     assert write_fix(path, [_finding(Severity.FAIL, STATIC, Remedy({}, "repair the file"))]) == []
     assert not path.exists()
-    with pytest.raises(BevctlError, match="is a folder"):
-        write_fix(tmp_path, [_finding(Severity.FAIL, FP32_NECK)])
 
 
 def test_of_two_values_for_one_key_the_first_finding_decides(tmp_path: Path) -> None:
@@ -144,3 +142,10 @@ def test_wrong_words_are_usage_errors(invoke: Invoke, tmp_path: Path, monkeypatc
     nothing = invoke("diagnose", "nan")
     assert (nothing.code, "No run is below runs/" in nothing.err) == (2, True)
     assert invoke("diagnose").code == 2
+    for options, message in (
+        (("nan", "x", "--write-fix", "."), "--write-fix . is a folder"),
+        (("nan", "x", "--replay", "--forecast"), "--replay contradicts --forecast"),
+        (("accuracy-drop", "x", "--replay"), "--replay belongs to `diagnose nan`"),
+    ):
+        refused = invoke("diagnose", *options)
+        assert (refused.code, message in refused.err) == (2, True)
