@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -122,21 +122,28 @@ class StatisticsGuard:
         self._live = [[b for b in flat if b.dtype == dtype] for dtype in sorted({b.dtype for b in flat}, key=str)]
         """Views of the buffers by type: a kernel takes many tensors at once, but of one type."""
         self._before = [torch.cat(live) for live in self._live]
+        self._merged = [torch.empty_like(before) for before in self._before]
+        self._pieces = [
+            merged.split([buffer.numel() for buffer in live])
+            for merged, live in zip(self._merged, self._live, strict=True)
+        ]
+        """Views of `_merged`, one for each buffer."""
 
     def remember(self) -> None:
-        self._before = [torch.cat(live) for live in self._live]
+        for live, before in zip(self._live, self._before, strict=True):
+            torch.cat(live, out=before)
 
     def restore(self) -> None:
         """Puts the remembered values back."""
-        for live, before in zip(self._live, self._before, strict=True):
-            _put(before, live)
+        for live, before, merged, pieces in self._groups():
+            merged.copy_(before)
+            torch._foreach_copy_(live, pieces)
 
     def restore_where(self, skipped: Tensor) -> None:
         """Puts the remembered values back where `skipped` (0-dimensional, on the device) is not zero."""
-        for live, before in zip(self._live, self._before, strict=True):
-            _put(torch.where(skipped.bool(), before, torch.cat(live)), live)
+        for live, before, merged, pieces in self._groups():
+            torch.where(skipped.bool(), before, torch.cat(live), out=merged)
+            torch._foreach_copy_(live, pieces)
 
-
-def _put(values: Tensor, tensors: list[Tensor]) -> None:
-    """The inverse of `torch.cat`."""
-    torch._foreach_copy_(tensors, values.split([tensor.numel() for tensor in tensors]))
+    def _groups(self) -> Iterator[tuple[list[Tensor], Tensor, Tensor, tuple[Tensor, ...]]]:
+        return zip(self._live, self._before, self._merged, self._pieces, strict=True)

@@ -43,8 +43,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def test_every_iteration_is_a_record_and_every_interval_an_mmcv_line(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path, log_interval=2)
     skipped = {2: 3, 4: 3}
-    records = [_record(i, skipped_steps=skipped.get(i)) for i in range(1, 6)]
-    due = [writer.step(record, inner=i, iters_per_epoch=5) is not None for i, record in enumerate(records, start=1)]
+    steps = [_record(i, skipped_steps=skipped.get(i)) for i in range(1, 6)]
+    due = [writer.step(step, inner=i, iters_per_epoch=5) is not None for i, step in enumerate(steps, start=1)]
     writer.close()
     assert due == [False, True, False, True, True], "the end of an epoch has a line too"
     text = (tmp_path / "log.txt").read_text().splitlines()
