@@ -1,4 +1,4 @@
-"""What only a CUDA device can show: autograd's own thread, fused attention in half precision, the same culprit again."""
+"""What only a CUDA device can show: autograd's own thread, fused attention, the same culprit over three replays."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def test_an_unchanged_model_is_silent() -> None:
 def test_gradients_of_fused_attention_that_overflow_are_done_again_in_fp32() -> None:
     torch.manual_seed(0)
     query, key, value = (gain * torch.randn(2, 2, 8, 16, device="cuda") for gain in (1e-3, 100.0, 100.0))
-    leaves = [part.half().requires_grad_() for part in (query, key, value)]
+    query, key, value = (part.half().requires_grad_() for part in (query, key, value))
     with Trace(nn.Identity()) as trace:
-        out = torch.nn.functional.scaled_dot_product_attention(*leaves)
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
         out.backward(torch.full_like(out, 1e4) * torch.randn_like(out))
     (origin,) = [record for record in trace.records if record.status == "origin"]
     assert "attention" in origin.op
