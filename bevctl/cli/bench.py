@@ -46,6 +46,7 @@ class Percentage(click.ParamType):
     help="Measure only this; repeatable. tf32: FP32 with TF32 on. Default: all that the device is made for.",
 )
 @config_option("--compile", key="train.compile", is_flag=True, help="torch.compile for the parts of fixed shape.")
+@click.option("--grad-checkpoint", is_flag=True, help="Recompute activations instead of keeping them: less memory.")
 @click.option("--png", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw the result.")
 @click.option(
     "--compare",
@@ -64,6 +65,7 @@ def command(
     request: ConfigRequest,
     steps: int | None,
     precisions: tuple[str, ...],
+    grad_checkpoint: bool,
     png: Path | None,
     compare: tuple[Path, Path] | None,
     max_regression: float,
@@ -75,7 +77,9 @@ def command(
     """
     if compare is not None:
         return _compare(console, *compare, max_regression)
-    config = request.load().config
+    from bevctl.config.rules import PARTS
+
+    config = request.load({"model.checkpointing": list(PARTS)} if grad_checkpoint else None).config
 
     from bevctl.engine.dist import select_device
     from bevctl.measure.bench import bench, default_precisions

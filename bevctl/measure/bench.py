@@ -20,6 +20,7 @@ import bevctl
 from bevctl.batch import Batch
 from bevctl.config.schema import Config
 from bevctl.engine.precision import MatmulCounter
+from bevctl.engine.run import algorithms
 from bevctl.engine.step import TrainStep
 from bevctl.errors import BevctlError, ExitCode
 from bevctl.measure.bench_inputs import Inputs, make_inputs
@@ -27,7 +28,7 @@ from bevctl.measure.bench_report import Report, Result, Split, Spread
 from bevctl.measure.part_clock import PartClock, now, seconds_between
 from bevctl.measure.timing import (
     build_step,
-    fastest_algorithms,
+    float32_products,
     graph_bytes,
     host_seconds,
     kernel_times,
@@ -84,7 +85,7 @@ def bench(
         results.append(_with_mfu(result, flops, rates[name]))
     if all(result.step_s is None for result in results):
         raise BevctlError(str(results[0].error), "Lower --batch, or use --grad-checkpoint.", ExitCode.RUN_FAILED)
-    return Report(_hardware(device, rates), _versions(), _describe(inputs), flops, results)
+    return Report(_hardware(device, rates), _versions(), _settings(config), _describe(inputs), flops, results)
 
 
 def _with_mfu(result: Result, flops: int, rate: float) -> Result:
@@ -112,7 +113,7 @@ def _measure(
 ) -> Result:
     batch = config.train.batch
     try:
-        with fastest_algorithms(tf32=name == "tf32"):
+        with algorithms(config.train.deterministic), float32_products(tf32=name == "tf32"):
             step = build_step(config, "fp32" if name == "tf32" else name, device, tell)
             return dataclasses.replace(_measure_step(step, batches, steps), precision=name, batch=batch)
     except torch.cuda.OutOfMemoryError as error:
@@ -204,7 +205,7 @@ def matmul_rate(precision: str, device: torch.device) -> float:
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
-    with fastest_algorithms(tf32=precision == "tf32"):
+    with float32_products(tf32=precision == "tf32"):
         a @ b
         instants = [now(device)]
         for _ in range(10):
@@ -224,6 +225,17 @@ def _hardware(device: torch.device, rates: dict[str, float]) -> dict[str, Any]:
         "cpu_threads": torch.get_num_threads() if not on_gpu else os.cpu_count(),
         "matmul_flops_per_s": rates,
         "operations": backend.reason(device),
+    }
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    train = config.train
+    return {
+        "config": config.name,
+        "checkpointing": list(config.model.checkpointing),
+        "compile": train.compile,
+        "cuda_graphs": train.cuda_graphs,
+        "deterministic": train.deterministic,
     }
 
 

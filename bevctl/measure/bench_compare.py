@@ -60,7 +60,9 @@ def compare(before: Path, after: Path) -> Comparison:
     changes = [Change(*key, old[key], new[key]) for key in common]
     missing = sorted({f"{key[0]} at batch {key[1]}" for key in old.keys() - new.keys()})
     notes = [f"{after} lacks {', '.join(missing)}"] if missing else []
-    for section, name in (("hardware", "device"), ("inputs", "source"), ("inputs", "points_per_sample")):
+    facts = [("hardware", "device"), ("inputs", "source"), ("inputs", "points_per_sample")]
+    facts += [("settings", name) for name in ("config", "checkpointing", "compile", "cuda_graphs", "deterministic")]
+    for section, name in facts:
         a, b = (document.get(section, {}).get(name) for document in documents)
         if a != b:
             notes.append(f"{section}.{name} differs: {a} and {b}")

@@ -71,6 +71,8 @@ class Report:
 
     hardware: dict[str, Any]
     versions: dict[str, str | None]
+    settings: dict[str, Any]
+    """What of the config changes the cost of a step."""
     inputs: dict[str, Any]
     forward_flops: int
     """Arithmetic of the matrix products and convolutions of one forward pass."""

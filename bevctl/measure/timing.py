@@ -126,12 +126,12 @@ def time_steps(config: Config, dtype: str, device: torch.device, steps: int) -> 
 
 
 @contextlib.contextmanager
-def fastest_algorithms(tf32: bool) -> Iterator[None]:
-    """cuDNN tries its algorithms, as in training, and FP32 products use TF32 or not, for as long as the block runs."""
+def float32_products(tf32: bool) -> Iterator[None]:
+    """Matrix products and convolutions of FP32 use TF32 or not for as long as the block runs."""
     backends = torch.backends
-    before = backends.cudnn.benchmark, backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32
-    backends.cudnn.benchmark, backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32 = True, tf32, tf32
+    before = backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32
+    backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32 = tf32, tf32
     try:
         yield
     finally:
-        backends.cudnn.benchmark, backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32 = before
+        backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32 = before

@@ -62,3 +62,10 @@ def test_a_regression_beyond_the_limit_is_exit_code_1(invoke: Invoke, tmp_path: 
 def test_a_limit_that_is_none_is_a_usage_error(invoke: Invoke, tmp_path: Path, limit: str) -> None:
     same = _document(tmp_path / "a.json", 0.1)
     assert invoke("bench", "--compare", same, same, "--max-regression", limit).code == 2
+
+
+def test_recomputed_activations_are_measured_as_such(invoke: Invoke, tmp_path: Path) -> None:
+    outcome = invoke("bench", "tiny", *QUICK, "--set", f"data.root={tmp_path}", "--grad-checkpoint", "--json")
+    assert outcome.code == 0, outcome.err
+    assert outcome.document["settings"]["checkpointing"] == ["camera", "lidar", "decoder"]
+    assert outcome.document["results"][0]["split"]["backward_by_part"]["encoders.lidar"] > 0

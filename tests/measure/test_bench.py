@@ -82,7 +82,7 @@ def test_the_picture_shows_what_was_measured(report: Report) -> None:
 def test_a_precision_without_memory_keeps_the_others() -> None:
     ran = Result("fp16", 4, step_s=Spread.of([1.0, 3.0, 2.0]), loss=2.0, allocated_bytes=10)
     failed = Result("fp32", 4, error="GPU memory ran out in fp32")
-    report = Report({}, {}, {}, 1, [failed, ran])
+    report = Report({}, {}, {}, {}, 1, [failed, ran])
     assert report.ratios() == {}
     assert report.document()["results"][1]["step_s"] == {"median": 2.0, "p10": 1.0, "p90": 3.0, "n": 3}
 

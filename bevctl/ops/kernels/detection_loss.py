@@ -276,6 +276,7 @@ def heatmap_loss(heatmap: Tensor, objects: Objects, numbers: Numbers) -> tuple[T
     launch(
         _heatmap_loss_kernel, (batch * classes, blocks),
         heatmap, objects.boxes, objects.labels, objects.starts, objects.annotated, sums, grads, classes,
-        cells_x, cells_y, *numbers.lower, *numbers.cell, MIN_OVERLAP=numbers.min_overlap, MIN_RADIUS=numbers.min_radius, CELLS=_CELLS,
+        cells_x, cells_y, *numbers.lower, *numbers.cell,
+        MIN_OVERLAP=numbers.min_overlap, MIN_RADIUS=numbers.min_radius, CELLS=_CELLS,
     )  # fmt: skip
     return sums.sum(0), grads
