@@ -26,12 +26,16 @@ class Outcome:
 
 
 def find_culprit(
-    records: Sequence[OpRecord], sources: Sequence[Source], outcomes: Sequence[Outcome], faults: Sequence[InputFault]
+    records: Sequence[OpRecord],
+    sources: Sequence[Source],
+    outcomes: Sequence[Outcome],
+    faults: Sequence[InputFault],
+    failed: bool,
 ) -> Culprit | None:
     """The earliest cause of a non-finite outcome; else of something that was masked; else one beside the model.
 
     A cause is a record whose inputs were finite and whose output is not, a source that is not finite, or memory that
-    became so without an operation.
+    became so without an operation. `failed`: the step ended in an error.
     """
     walk = _Walk(records, sources)
     reached: dict[int, list[str]] = {}
@@ -40,7 +44,7 @@ def find_culprit(
             reached.setdefault(cause, []).append(outcome.name)
     masks = _masked(walk, faults)
     if not reached and not masks:
-        return _beside_the_model(walk, faults)
+        return _beside_the_model(walk, faults, failed)
     cause = min(reached or masks, key=walk.time)
     names = reached.get(cause, [])
     cause = _earlier_twin(cause, masks, walk) if reached else cause
@@ -70,12 +74,13 @@ def _earlier_twin(cause: int, masks: Iterable[int], walk: _Walk) -> int:
     return min(twins, default=cause)
 
 
-def _beside_the_model(walk: _Walk, faults: Sequence[InputFault]) -> Culprit | None:
+def _beside_the_model(walk: _Walk, faults: Sequence[InputFault], failed: bool) -> Culprit | None:
     """An operation that ended in an error, or one of the training loop, such as a norm of gradients that overflows."""
+    raised = [record for record in walk.records.values() if record.status == "raised"]
+    if failed and raised:
+        verdict = Verdict("data" if faults else "code", raised[-1].note)
+        return Culprit("operation", raised[-1], verdict, faults=tuple(faults))
     for record in walk.records.values():
-        if record.status == "raised":
-            verdict = Verdict("data" if faults else "code", record.note)
-            return Culprit("operation", record, verdict, faults=tuple(faults))
         if record.status == "origin" and record.phase == "outside":
             return _culprit(record.index, walk, (), None, faults)
     return None

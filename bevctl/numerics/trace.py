@@ -64,6 +64,7 @@ class Trace(TorchDispatchMode):
         self._origins = 0
         self._depth = 0
         self._in_backward = False
+        self._failed = False
         self._gradients: set[int] = set()
         self._places = Places(model)
         weights = [*model.named_parameters(), *model.named_buffers()]
@@ -89,7 +90,8 @@ class Trace(TorchDispatchMode):
         super().__exit__(*exception)
         self._exits.close()
         self._recent.clear()
-        if exception[0] is None:
+        self._failed = exception[0] is not None
+        if not self._failed:
             self._end_backward()
 
     @property
@@ -103,7 +105,7 @@ class Trace(TorchDispatchMode):
         What reached a loss or a gradient comes first, then what was hidden on the way (by nan_to_num, say). What did
         no harm, such as an infinity that a sigmoid swallowed, is none.
         """
-        return find_culprit(self.records, self.sources, self._outcomes, self.faults)
+        return find_culprit(self.records, self.sources, self._outcomes, self.faults, self._failed)
 
     def inheritors(self, culprit: Culprit) -> list[OpRecord]:
         """Later operations whose result is not finite because the culprit's was not."""

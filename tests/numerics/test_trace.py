@@ -389,6 +389,16 @@ def test_an_operation_that_raises_is_the_culprit() -> None:
     assert "index out of range" in culprit.verdict.what
 
 
+def test_an_error_that_the_code_expects_is_none() -> None:
+    def careful(x: Tensor) -> Tensor:
+        try:
+            return x.index_select(0, torch.tensor([9]))
+        except (RuntimeError, IndexError):
+            return x
+
+    assert traced(Chain(careful)).first_bad() is None
+
+
 @dataclass
 class Pair:
     left: Tensor
