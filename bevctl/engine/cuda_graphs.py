@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,16 @@ from torch.autograd.function import once_differentiable
 
 from bevctl.engine.stand_in import Report, StandIn, state_kept, tensors_in, with_tensors, without_cast_cache
 from bevctl.errors import BevctlError, ExitCode
+
+Form = list[tuple[Any, ...]]
+"""Shapes and types of tensors."""
+_PATIENCE = 3
+"""Calls in a row with one other form before that is recorded: the last batch of an epoch is not worth it."""
+
+
+def form(value: Any) -> Form:
+    """What a recording depends on of its inputs."""
+    return [(t.shape, t.dtype, t.device, t.requires_grad) for t in tensors_in(value)]
 
 
 def record_parts(model: nn.Module, names: Iterable[str], report: Report) -> list[str]:
@@ -32,7 +43,7 @@ def record_parts(model: nn.Module, names: Iterable[str], report: Report) -> list
 
 
 class RecordedForward(StandIn):
-    """A module's forward as a CUDA graph; inputs of other shapes than the first run as they are."""
+    """A module's forward as a CUDA graph; inputs of other shapes run as they are, until they come again and again."""
 
     kind = "CUDA graphs"
 
@@ -40,6 +51,7 @@ class RecordedForward(StandIn):
         super().__init__(name, module, report)
         self._recording: Recording | None = None
         self._setting: tuple[Any, ...] = ()
+        self._others: list[Form] = []
 
     def run(self, *inputs: Any) -> Any:
         setting = self._current_setting()
@@ -48,9 +60,14 @@ class RecordedForward(StandIn):
             with state_kept(self.module):
                 parameters = [p for p in self.module.parameters() if p.requires_grad]
                 self._recording = Recording(self.plain, inputs, parameters)
-        if not self._recording.takes(inputs):
-            return self.plain(*inputs)
-        return self._recording.run(inputs)
+        if self._recording.form == form(inputs):
+            self._others = []
+            return self._recording.run(inputs)
+        self._others = [*self._others, form(inputs)][-_PATIENCE:]
+        if self._others == [form(inputs)] * _PATIENCE:
+            self._recording = None
+            return self.run(*inputs)
+        return self.plain(*inputs)
 
     def _current_setting(self) -> tuple[Any, ...]:
         """What the recorded kernels depend on, beside the inputs: number formats, modes and wrappers of submodules."""
@@ -73,7 +90,8 @@ class Recording:
     """
 
     def __init__(self, forward: Callable[..., Any], inputs: Sequence[Any], parameters: Sequence[Tensor]) -> None:
-        self._inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors_in(inputs)]
+        self.form = form(inputs)
+        self._inputs = [_fixed(t).requires_grad_(t.requires_grad) for t in tensors_in(inputs)]
         self.parameters = list(parameters)
         leaves = [t for t in self._inputs if t.requires_grad] + self.parameters
         arguments = with_tensors(list(inputs), iter(self._inputs))
@@ -94,6 +112,7 @@ class Recording:
         self.outputs = [t.detach() for t in outputs]
         self._result = with_tensors(result, iter(self.outputs))
         self.runs = 0
+        _recorded_outputs.update({t.data_ptr(): t for t in self.outputs})
 
     def _record(self, forward: Callable[..., Any], arguments: Sequence[Any], leaves: Sequence[Tensor]) -> Any:
         """Both graphs, and the tensors at their ends; returns the result of `forward`."""
@@ -109,31 +128,43 @@ class Recording:
         self._parameter_grads = list(gradients)
         return result
 
-    def takes(self, inputs: Sequence[Any]) -> bool:
-        """Whether `inputs` have the shapes and types of the recorded ones."""
-
-        def form(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
-            return [(t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]
-
-        return form(tensors_in(inputs)) == form(self._inputs)
-
     def run(self, inputs: Sequence[Any]) -> Any:
         """The result for `inputs`, valid until the next run."""
         outputs = _Replay.apply(self, *tensors_in(inputs), *self.parameters)
         return with_tensors(self._result, iter(outputs))
 
     def replay_forward(self, inputs: Sequence[Tensor]) -> None:
-        torch._foreach_copy_([t.detach() for t in self._inputs], [t.detach() for t in inputs])
+        pairs = zip(self._inputs, inputs, strict=True)
+        moved = [(ours.detach(), given.detach()) for ours, given in pairs if ours.data_ptr() != given.data_ptr()]
+        if moved:
+            torch._foreach_copy_([ours for ours, _ in moved], [given for _, given in moved])
         self._forward.replay()
         self.runs += 1
 
     def replay_backward(self, output_grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """Gradients of inputs, valid until the next run, and of parameters."""
+        """Gradients of inputs and parameters, valid until the next run."""
         torch._foreach_copy_(self._output_grads, list(output_grads))
+        self._rescue_gradients()
         self._backward.replay()
-        # Gradients of parameters are kept and added up, so that they must not lie at the fixed addresses.
-        copies = iter(torch._foreach_mul([t for t in self._parameter_grads if t is not None], 1.0))
-        return [*self._input_grads, *(None if t is None else next(copies) for t in self._parameter_grads)]
+        return [t if t is None else t.detach() for t in (*self._input_grads, *self._parameter_grads)]
+
+    def _rescue_gradients(self) -> None:
+        """Moves `grad` of parameters, to be added to, away from the addresses that the next pass writes."""
+        for parameter, fixed in zip(self.parameters, self._parameter_grads, strict=True):
+            grad = parameter.grad
+            if grad is not None and fixed is not None and grad.data_ptr() == fixed.data_ptr():
+                parameter.grad = grad.clone()
+
+
+_recorded_outputs: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+"""Results of recordings by address, where they stay."""
+
+
+def _fixed(given: Tensor) -> Tensor:
+    """`given` at an address that stays: where it is if a recording wrote it, else a copy."""
+    recorded = _recorded_outputs.get(given.data_ptr())
+    stays = recorded is not None and recorded.shape == given.shape and recorded.stride() == given.stride()
+    return given.detach() if stays else given.detach().clone()
 
 
 class _Replay(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -47,6 +48,15 @@ class LayerNorm(nn.LayerNorm):
         dtype = torch.promote_types(x.dtype, torch.float32) if self.wide else autocast_dtype(x)
         return layer_norm(x, self.weight, self.bias, self.eps, dtype)
 
+    def before(self, layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """`layer` of the normalised `x`; where `layer` keeps that for its backward pass, it is computed again."""
+        normalised: Tensor = self(x)
+        if torch.compiler.is_compiling() or not x.is_cuda or not is_plain(self):
+            return layer(normalised)
+        dtype = normalised.dtype
+        with recomputed_when_saved(normalised, lambda: layer_norm(x, self.weight, self.bias, self.eps, dtype)):
+            return layer(normalised)
+
 
 class Linear(nn.Linear):
     """Linear layer with a bias, for maps of many positions."""
@@ -84,20 +94,34 @@ def recompute(module: nn.Module, *args: Any, enabled: bool = True, random: bool 
         return module(*args)
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return contextlib.nullcontext(), _frozen_statistics(module)
+        return _keeping_nothing(), _second_pass(module)
 
     return checkpoint(module, *args, use_reentrant=False, context_fn=contexts, preserve_rng_state=random)
 
 
+_recomputing = contextvars.ContextVar("recomputing", default=False)
+"""Whether a module around this call runs twice, so that nothing inside is kept for long."""
+
+
 @contextlib.contextmanager
-def _frozen_statistics(module: nn.Module) -> Iterator[None]:
-    """A second pass over the same batch must not enter BatchNorm's running statistics again."""
+def _keeping_nothing() -> Iterator[None]:
+    token = _recomputing.set(True)
+    try:
+        yield
+    finally:
+        _recomputing.reset(token)
+
+
+@contextlib.contextmanager
+def _second_pass(module: nn.Module) -> Iterator[None]:
+    """The same batch must not enter BatchNorm's running statistics again."""
     norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.training]
     saved = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None
     try:
-        yield
+        with _keeping_nothing():
+            yield
     finally:
         for norm, (momentum, count) in zip(norms, saved, strict=True):
             norm.momentum, norm.num_batches_tracked = momentum, count
@@ -112,9 +136,10 @@ def is_plain(*modules: nn.Module) -> bool:
 def recomputed_when_saved(tensor: Tensor, compute: Callable[[], Tensor]) -> Iterator[None]:
     """Where an operation in the block keeps `tensor` for its backward pass, the backward pass computes it again.
 
-    `compute` is cheap and gives the same values; what it reads is kept anyway.
+    `compute` is cheap and gives the same values; what it reads is kept anyway. Inside `recompute` this does nothing,
+    nor under torch.compile, which decides that by itself.
     """
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if _recomputing.get() or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         yield
         return
     address, size = tensor.data_ptr(), tensor.numel()

@@ -124,8 +124,8 @@ class SwinBlock(nn.Module):
 
     def forward(self, x: Tensor, attention_factors: Tensor | None, feed_factors: Tensor | None) -> Tensor:
         """(B, H, W, C) and two draws of `drop_path` → the same shape; nothing in here is random."""
-        x = self.drop_path(x, self.attn(self.norm1(x)), attention_factors)
-        summed: Tensor = self.drop_path(x, self.ffn(self.norm2(x)), feed_factors)
+        x = self.drop_path(x, self.norm1.before(self.attn, x), attention_factors)
+        summed: Tensor = self.drop_path(x, self.norm2.before(self.ffn, x), feed_factors)
         return summed
 
 
@@ -174,8 +174,7 @@ class PatchMerging(nn.Module):
         x = F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
         batch, height, width, channels = x.shape
         patches = x.view(batch, height // 2, 2, width // 2, 2, channels).permute(0, 1, 3, 5, 2, 4).flatten(3)
-        merged: Tensor = self.reduction(self.norm(patches))
-        return merged
+        return self.norm.before(self.reduction, patches)
 
 
 class SwinStage(nn.Module):

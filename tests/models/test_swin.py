@@ -12,6 +12,7 @@ from bevctl.models.swin import (
     SwinTransformer,
     relative_position_index,
 )
+from bevctl.ops.backend import use_triton
 from bevctl.ops.window_attention import from_windows, to_windows
 
 SMALL = SwinConfig(embed=8, depths=(1, 2, 2, 1), heads=(1, 2, 2, 4), window=3, drop_path=0.0)
@@ -142,3 +143,42 @@ def test_drop_path_grows_linearly() -> None:
     model = SwinTransformer(SwinConfig(embed=8, depths=(1, 2, 1, 1), heads=(1, 1, 1, 1), window=3, drop_path=0.4))
     rates = [module.rate for module in model.modules() if isinstance(module, DropPath)]
     assert rates == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_equal_the_cpus(checkpointing: bool) -> None:
+    """On a GPU norms and GELU are computed again in the backward pass."""
+    torch.manual_seed(0)
+    model = SwinTransformer(SMALL, checkpointing)
+    images = torch.randn(2, 3, 37, 50)
+
+    def gradients(device: str) -> list[Tensor]:
+        model.to(device).zero_grad()
+        torch.stack([output.square().mean() for output in model(images.to(device))]).sum().backward()
+        return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+
+    for on_cpu, on_gpu in zip(gradients("cpu"), gradients("cuda"), strict=True):
+        torch.testing.assert_close(on_gpu, on_cpu, rtol=1e-3, atol=1e-4 * float(on_cpu.abs().max()))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_what_is_kept_for_the_backward_pass() -> None:
+    """Per block and token: input and its sum with the attention, qkv, attended, hidden; recomputed, the input alone."""
+    config = SwinConfig(embed=32, depths=(4, 1, 1, 1), heads=(2, 2, 2, 2), window=4, drop_path=0.0)
+    images = torch.randn(4, 3, 256, 256, device="cuda")
+    if not use_triton(images):
+        pytest.skip("torch's own attention keeps more")
+    block_bytes = 4 * 64 * 64 * 32 * 2  # of one half-precision map of the first stage
+    kept = []
+    for checkpointing in (False, True):
+        model = SwinTransformer(config, checkpointing).to("cuda")
+        with torch.autocast("cuda", torch.float16):
+            before = torch.cuda.memory_allocated()
+            outputs = model(images)
+            kept.append((torch.cuda.memory_allocated() - before) / block_bytes)
+        assert outputs
+    assert kept[0] < 4 * (2 + 2 + 3 + 1 + 4) * 1.6, "four blocks, and the stages above"
+    assert kept[1] < 4 * 2 + 16
