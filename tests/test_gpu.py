@@ -23,6 +23,7 @@ from bevctl.models.map_head import MapHead
 from bevctl.models.transfusion import TransFusionHead
 from bevctl.ops.bev_pool import index_points, lift_splat
 from tests.models.nano import nano_batch, nano_config
+from tests.waits import host_never_waits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -117,7 +118,6 @@ def test_deterministic_training_repeats_to_the_bit(monkeypatch: pytest.MonkeyPat
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_step_waits_for_the_device_only_where_sizes_come_from_it() -> None:
     """Scaling, clipping, the guarded step and the scale's update never ask the device for a number."""
     config = nano_config(**{"precision.dtype": "fp16"})
@@ -128,18 +128,14 @@ def test_a_step_waits_for_the_device_only_where_sizes_come_from_it() -> None:
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     scaler.step(optimizer)  # the first step allocates the optimizer's state
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_never_waits():
         scaler.unscale(parameters)
         scaler.reject_if_nonfinite(torch.nn.utils.clip_grad_norm_(parameters, 35.0))
         scaler.step(optimizer)
         scaler.update()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.isfinite(scaler.value)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_heads_and_losses_never_wait_for_the_device() -> None:
     config = nano_config()
     model = build_model(config).to(CUDA)
@@ -157,11 +153,8 @@ def test_heads_and_losses_never_wait_for_the_device() -> None:
         return values
 
     run()  # kernels are compiled, workspaces allocated
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_never_waits():
         values = run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.stack(values).isfinite().all()
 
 
@@ -181,16 +174,12 @@ def test_a_batch_arrives_whole_beside_running_kernels() -> None:
         assert total.item() == (number % 2) * batch.images.numel()
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_an_update_in_one_pass_never_waits_for_the_device() -> None:
     step = build_step(nano_config(**{"train.cuda_graphs": False}), "fp16", CUDA)
     batch = nano_batch(nano_config())
     for number in range(2):  # the first makes the optimizer's state, the second compiles kernels
         step.run([batch], number)
     losses = step.gradients([batch])
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_never_waits():
         tensors = step.update(losses, 2)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.isfinite(tensors.total)

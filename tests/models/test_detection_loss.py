@@ -16,6 +16,7 @@ from bevctl.models.box_coder import CODE_WEIGHTS, BevGrid, encode
 from bevctl.models.detection_loss import DetectionLosses, detection_losses
 from bevctl.ops.backend import forced
 from tests.models.nano import nano_batch, nano_config
+from tests.waits import host_never_waits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GRID = BevGrid(lower=(-8.0, -10.0), cell=(1.25, 1.0), shape=(12, 20))
@@ -137,18 +138,13 @@ def test_equal_inputs_give_equal_bits() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_the_host_never_waits() -> None:
     batch = batch_of([30, 12])
     head = head_of(batch)
     evaluate("triton", head, batch)
     leaves = [value.clone().requires_grad_() for value in head]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with forced("triton"):
-            losses = _losses(leaves, batch)
-            (losses.heatmap + losses.classes + losses.boxes).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with host_never_waits(), forced("triton"):
+        losses = _losses(leaves, batch)
+        (losses.heatmap + losses.classes + losses.boxes).backward()
     assert torch.isfinite(losses.boxes)
