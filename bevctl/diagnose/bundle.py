@@ -57,6 +57,10 @@ class Bundle:
     notes: list[str]
 
     @property
+    def rank(self) -> int:
+        return self.before.world.rank
+
+    @property
     def work_dir(self) -> Path:
         return self.folder.parent.parent
 
@@ -119,18 +123,22 @@ def find_bundle(run: Path) -> tuple[Path, list[Path]]:
     return next((path for path in found if int(path.name) > began), found[-1]), found
 
 
-def open_bundle(folder: Path, device: str) -> Bundle:
+def open_bundle(folder: Path, device: str, rank: int | None = None) -> Bundle:
     """Reads a bundle for a replay on `device` (auto, cpu or cuda).
+
+    Args:
+        rank: whose batches; by default the one that the incident names.
 
     Raises:
         BevctlError: a file is missing or damaged, the device is absent, or neither batches nor data set are there.
     """
     incident = read_incident(folder)
     config = load(folder / CONFIG).config
-    world = World(rank=incident.rank, size=incident.world)
+    rank = incident.rank if rank is None else rank
+    world = World(rank=rank, size=incident.world)
     before = moment_of(config, read_checkpoint(folder / STATE), world, select_device(device))
     dataset, notes = _dataset(config)
-    recorded = read_batches(folder, incident.rank)
+    recorded = read_batches(folder, rank)
     bundle = Bundle(folder, incident, before, recorded or [], dataset, recorded is not None, notes)
     bundle.batches.extend(() if recorded else next(bundle.steps(before, 1), []))
     if not bundle.batches:

@@ -22,6 +22,8 @@ RANGE, CODE, DATA, STATE, TRANSIENT = "NAN201", "NAN202", "NAN203", "NAN204", "N
 LOSS_SCALE, DIVERGENCE, HIDDEN, NEXT = "NAN206", "NAN207", "NAN208", "NAN209"
 _GROWN = 10.0
 """A loss this many times its lowest in the recorded steps runs away."""
+_USUAL = 1e8
+"""Magnitudes above this come from weights that were moved much too far, not from data or rounding."""
 _ADVICE = {
     "log": "keep its input above a small number, or use log_softmax or logsigmoid",
     "div": "add a small number to what is divided by, or leave such elements out",
@@ -69,9 +71,9 @@ def cause_of(scene: Scene) -> Cause | None:
         return None
     if culprit.kind == "data" or culprit.verdict.kind == "data" or culprit.faults:
         return _of_data(scene, culprit)
-    growth = growth_of(scene.bundle.incident.ring)
-    if growth > _GROWN:
-        return _of_divergence(scene, culprit, growth)
+    runaway = _runaway(scene, culprit)
+    if runaway:
+        return _of_divergence(scene, culprit, runaway)
     if culprit.verdict.is_range and scene.precision != "fp32":
         return _of_range(scene, culprit)
     return _of_code(scene, culprit)
@@ -91,6 +93,18 @@ def hidden_finding(culprit: Culprit) -> DiagnoseFinding | None:
         "The loss stays finite while what it is made of is not, so that only gradients show it, or nothing does.",
         (Remedy({}, "take it out, at least until the cause is cured: a skipped step is better than a wrong one"),),
     )
+
+
+def _runaway(scene: Scene, culprit: Culprit) -> str:
+    """What shows that the training ran away before numbers left their range; empty where nothing does."""
+    growth = growth_of(scene.bundle.incident.ring)
+    if growth > _GROWN:
+        return f"the loss grew {growth:.3g} times in the steps before"
+    usual = _USUAL * (scene.bundle.incident.loss_scale if culprit.record.phase == "backward" else 1.0)
+    largest = max((extent.largest for extent in culprit.record.inputs), default=0.0)
+    if scene.bundle.incident.iteration > 1 and largest > usual:
+        return f"numbers as large as {largest:.3g} reach {culprit.module or 'the model itself'}"
+    return ""
 
 
 def growth_of(ring: Sequence[dict[str, object]]) -> float:
@@ -193,7 +207,7 @@ def _names(scene: Scene, positions: Sequence[int]) -> str:
     return ", ".join(scene.tokens[i] for i in positions if i < len(scene.tokens)) or "unknown"
 
 
-def _of_divergence(scene: Scene, culprit: Culprit, growth: float) -> Cause:
+def _of_divergence(scene: Scene, culprit: Culprit, sign: str) -> Cause:
     incident, config = scene.bundle.incident, scene.bundle.before.config
     ring = [(step["iteration"], step["loss"]) for step in incident.ring[-6:]]
     course = ", ".join(f"{iteration}: {loss:.4g}" for iteration, loss in ring)
@@ -205,7 +219,7 @@ def _of_divergence(scene: Scene, culprit: Culprit, growth: float) -> Cause:
             DIVERGENCE,
             Severity.FAIL,
             0.9,
-            f"The training ran away: the loss grew {growth:.3g} times in the steps before",
+            f"The training ran away: {sign}",
             (
                 Evidence("loss by iteration", course),
                 Evidence("learning rate", f"{incident.lr:.4g}"),

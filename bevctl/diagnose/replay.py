@@ -28,6 +28,7 @@ from bevctl.diagnose.report import (
 from bevctl.diagnose.trials import Trials, gets_through
 from bevctl.engine.checkpoint import newest_checkpoints, read_checkpoint
 from bevctl.engine.incident import STATE as STATE_FILE
+from bevctl.engine.incident import read_incident
 from bevctl.engine.run import algorithms
 from bevctl.finding import Evidence, Severity
 from bevctl.numerics.ranges import ModuleRange, RangeCounter
@@ -48,15 +49,28 @@ def diagnose_replay(request: DiagnoseRequest) -> Diagnosis:
     """
     assert request.run is not None
     folder, others = find_bundle(request.run)
-    bundle = open_bundle(folder, request.device)
-    looked_at = [_what(bundle, len(others)), *bundle.notes]
-    with algorithms(bundle.incident.deterministic):
-        request.say(f"Running iteration {bundle.incident.iteration} again on {bundle.before.device}")
-        replays = list(_replays(bundle))
-        looked_at.append(likeness(bundle.incident, replays[0]).sentence())
-        if all(result.is_finite for result in replays):
-            return _transient(bundle, replays, looked_at)
-        return _explained(bundle, looked_at, request.say)
+    incident = read_incident(folder)
+    with algorithms(incident.deterministic):
+        for rank in sorted(range(incident.world), key=lambda rank: rank != incident.rank):
+            bundle = open_bundle(folder, request.device, rank)
+            looked_at = [_what(bundle, len(others)), *bundle.notes]
+            request.say(f"Running iteration {incident.iteration}{_of_rank(bundle)} again on {bundle.before.device}")
+            replays = list(_replays(bundle))
+            if not replays[-1].is_finite:
+                looked_at.append(_likeness(bundle, replays[0]))
+                return _explained(bundle, looked_at, request.say)
+    return _transient(bundle, replays, looked_at)
+
+
+def _of_rank(bundle: Bundle) -> str:
+    size = bundle.incident.world
+    return f" of rank {bundle.rank} of {size}, without the gradients of the others," if size > 1 else ""
+
+
+def _likeness(bundle: Bundle, replayed: Result) -> str:
+    if bundle.rank != bundle.incident.rank:
+        return f"It is rank {bundle.rank} whose step is not finite; ranks share gradients, so that the log cannot tell."
+    return likeness(bundle.incident, replayed).sentence()
 
 
 def _what(bundle: Bundle, count: int) -> str:
@@ -158,23 +172,24 @@ def _tried(bundle: Bundle, cause: Cause, say: Callable[[str], None]) -> tuple[li
 
 def _transient(bundle: Bundle, replays: Sequence[Result], looked_at: list[str]) -> Diagnosis:
     """The recorded step was not finite, and its replays are."""
-    incident = bundle.incident
+    incident, here = bundle.incident, _device_name(bundle)
     hardware, accused = hardware_evidence(bundle.before.config)
-    remade = () if bundle.recorded_batches else (Evidence("data", "read again for the replay, not kept in the bundle"),)
-    elsewhere = incident.device != _device_name(bundle)
-    moved = (Evidence("device", f"recorded on {incident.device}, replayed on {_device_name(bundle)}"),)
+    ranks = f" for each of {incident.world} ranks" if incident.world > 1 else ""
+    evidence = [
+        Evidence("recorded", incident.message),
+        Evidence("replayed", f"{len(replays)} times{ranks}, finite each time; last loss {replays[-1].loss:.6g}"),
+    ]
+    if not bundle.recorded_batches:
+        evidence.append(Evidence("data", "read again for the replay, not kept in the bundle"))
+    if incident.device != here:
+        evidence.append(Evidence("device", f"recorded on {incident.device}, replayed on {here}"))
+    sure = incident.device == here and bundle.recorded_batches
     finding = DiagnoseFinding(
         TRANSIENT,
         Severity.WARN,
-        0.95 if accused else 0.5 if elsewhere or remade else 0.8,
+        0.95 if accused else 0.8 if sure else 0.5,
         f"Iteration {incident.iteration} is finite when it is run again: it was a transient fault",
-        (
-            Evidence("recorded", incident.message),
-            Evidence("replayed", f"{len(replays)} times, finite each time; the last loss is {replays[-1].loss:.6g}"),
-            *remade,
-            *(moved if elsewhere else ()),
-            *hardware,
-        ),
+        (*evidence, *hardware),
         "The same state and the same data give finite numbers, so neither they nor the code are to blame: a fault of "
         "the hardware (memory, GPU, disk), or of what is not reproducible on it.",
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,20 @@ def corrupt(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
     content = read_checkpoint(checkpoint).content
     change(content)
     write_checkpoint(checkpoint, content)
+
+
+def as_second_rank(bundle: Path) -> None:
+    """Makes an incident of one process look as if it were of two: the first rank's batches are the second's too."""
+    path = bundle / "incident.json"
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({**document, "world": 2, "tokens": document["tokens"] * 2}))
+    (bundle / "batch_1.pth").write_bytes((bundle / "batch_0.pth").read_bytes())
+
+    def double(content: dict[str, Any]) -> None:
+        content["rng"] = content["rng"] * 2
+        content["meta"]["setting"]["world"] = 2
+
+    corrupt(bundle / "state.pth", double)
 
 
 def spoil_box(data: Path, number: int, size: float) -> None:

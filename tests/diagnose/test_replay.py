@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bevctl.diagnose import trials
+from bevctl.diagnose import replay, trials
+from bevctl.diagnose.bundle import open_bundle
 from bevctl.engine.incident import find_incidents
 from bevctl.errors import ExitCode
 
@@ -43,7 +44,8 @@ def _replay(invoke: Invoke, *options: str | Path) -> dict[str, Any]:
     done = invoke("diagnose", "nan", "run", "--replay", "--json", *options)
     assert done.code == ExitCode.FINDINGS, done.err
     assert done.document["status"] == "found"
-    assert "bit for bit" in done.document["looked_at"][1] or "transient" in done.document["findings"][0]["title"]
+    transient = done.document["findings"][0]["id"] == "NAN205"
+    assert transient or any(f" {words} " in done.document["looked_at"][1] for words in ("bit for bit", "rank 1"))
     return done.document
 
 
@@ -201,6 +203,42 @@ def test_a_state_that_was_spoiled_before(invoke: Invoke, data: Path, part: str, 
     way_back = finding["fix"][0]
     assert (way_back["set"], way_back["verified"]) == ({}, True)
     assert "--resume iter_1.pth" in way_back["why"]
+
+
+def test_gradients_of_another_rank(invoke: Invoke, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks share their gradients, so that the recorded rank may be the healthy one."""
+    faults.use(faults.built_with(lambda bev: bev + (bev * 0).abs().sqrt()), monkeypatch)
+    config = faults.write_config(data, Path("c.yaml"))
+    _train(invoke, config, "--max-iters", "1")
+    bundle = find_incidents(Path("run"))[0]
+    faults.use(faults.built_with(lambda bev: bev + (bev * 0).abs().sqrt() if struck else bev), monkeypatch)
+    struck: list[int] = []
+
+    def opened(folder: Path, device: str, rank: int | None = None) -> Any:
+        struck[:] = [1] * (rank or 0)
+        return open_bundle(folder, device, rank)
+
+    monkeypatch.setattr(replay, "open_bundle", opened)
+    faults.as_second_rank(bundle)
+    document = _replay(invoke)
+    assert "It is rank 1 whose step is not finite" in document["looked_at"][1]
+    assert document["findings"][0]["id"] == "NAN202"
+
+
+def test_batches_that_were_too_large_to_keep_are_made_again(invoke: Invoke, tmp_path: Path) -> None:
+    data = faults.write_data(tmp_path / "data", samples=4)
+    config = faults.write_config(data, Path("c.yaml"), **{"optim.lr": 1e6})
+    _train(invoke, config, "--max-iters", "2")
+    bundle = find_incidents(Path("run"))[0]
+    (bundle / "batch_0.pth").unlink()
+    assert _replay(invoke)["findings"][0]["id"] == "NAN207"
+    data.rename(tmp_path / "elsewhere")
+    gone = invoke("diagnose", "nan", "run", "--replay")
+    assert gone.code == 2
+    assert (
+        f"holds no batches, and they cannot be made again. The run's data set is not here (The data root {data}"
+        in gone.err
+    )
 
 
 def test_what_cannot_be_replayed_is_said_in_a_sentence(invoke: Invoke, data: Path) -> None:
