@@ -23,6 +23,7 @@ from bevctl.engine.run import build_state
 from bevctl.engine.scaler import LossScaler
 from bevctl.engine.schedule import Schedule
 from bevctl.engine.step import TrainStep
+from tests.waits import host_never_waits
 
 from .fakes import PointData, PointNet, point_config
 
@@ -150,7 +151,6 @@ def test_clips_as_torch_does_to_the_bit(values: list[float], limit: float | None
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_the_update_never_asks_the_device_for_a_number(tmp_path: Path) -> None:
     """Nor do remembering, undoing and packing for the recorder; the loss scale moves and a step is skipped."""
     device = torch.device("cuda")
@@ -158,13 +158,10 @@ def test_the_update_never_asks_the_device_for_a_number(tmp_path: Path) -> None:
     losses = step.gradients(batches)
     step.update(losses, 0)  # the first makes the optimizer's state
     recorder = Recorder(World(), device, 4, 10, 0)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_never_waits():
         tensors = step.update(losses, 1)
         step.discard()
         recorder.push(StepFacts(1, 2, 1, 1e-3, 0.0, RandomCapture.now()), tensors)
         outcome = recorder.settle()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert outcome is not None
     assert outcome.record.loss == pytest.approx(sum(v.item() for k, v in losses.items() if k.startswith("loss/")))
