@@ -1,4 +1,4 @@
-"""`bevctl data`: make, prepare and check data sets in nuScenes format."""
+"""`bevctl data`: make, prepare, check, show and measure data sets in nuScenes format."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from bevctl.cli.data_sample import bench, show
 from bevctl.cli.options import json_option
 from bevctl.console import Console, Progress, table
 from bevctl.errors import BevctlError, ExitCode
 
 if TYPE_CHECKING:
     from bevctl.data.check import CheckedInfo
+    from bevctl.data.gt_database import WrittenDatabase
     from bevctl.data.prepare import PreparedFile
 
 SYNTH_PREFIX = "synth"
@@ -21,7 +23,11 @@ SYNTH_PREFIX = "synth"
 
 @click.group("data")
 def command() -> None:
-    """Make, prepare and check data sets in nuScenes format."""
+    """Make, prepare, check, show and measure data sets in nuScenes format."""
+
+
+command.add_command(show)
+command.add_command(bench)
 
 
 @command.command("synth")
@@ -71,8 +77,8 @@ def synth(console: Console, directory: Path, **options: Any) -> None:
 @click.option(
     "--root", required=True, type=click.Path(path_type=Path), help="Folder that holds samples/, sweeps/ and the tables."
 )
-@click.option("--version", required=True, help="Tables to read: v1.0-mini, v1.0-trainval or v1.0-test.")
-@click.option("--prefix", default="nuscenes", show_default=True, help="Start of the info files' names.")
+@click.option("--version", help="Tables to read: v1.0-mini, v1.0-trainval or v1.0-test.")
+@click.option("--prefix", default="nuscenes", show_default=True, help="Start of the names of what is written.")
 @click.option(
     "--max-sweeps",
     type=click.IntRange(min=0),
@@ -80,16 +86,71 @@ def synth(console: Console, directory: Path, **options: Any) -> None:
     show_default=True,
     help="Earlier LiDAR sweeps stored for each sample.",
 )
+@click.option(
+    "--gt-database",
+    is_flag=True,
+    help="Also store the training objects with their points, for data.paste: <prefix>_gt_database_train.npz and .bin.",
+)
+@click.option(
+    "--info-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="With --gt-database: take the objects from this info file of any layout, and write none.",
+)
 @json_option
 @click.pass_obj
-def prepare_command(console: Console, root: Path, version: str, prefix: str, max_sweeps: int) -> None:
-    """Build info files (mmdet3d 1.1 layout) from nuScenes tables."""
+def prepare_command(
+    console: Console,
+    root: Path,
+    version: str | None,
+    prefix: str,
+    max_sweeps: int,
+    gt_database: bool,
+    info_file: Path | None,
+) -> None:
+    """Build info files (mmdet3d 1.1 layout) from nuScenes tables, and a database of objects to paste."""
     from bevctl.data.prepare import prepare
 
+    if info_file is not None and not gt_database:
+        raise BevctlError("--info-file is for --gt-database alone.", "Add --gt-database, or leave it out.")
+    if info_file is None and version is None:
+        raise BevctlError("Missing option --version.", "For example --version v1.0-trainval.")
+    written: tuple[PreparedFile, ...] = ()
+    database = None
     with _Phases(console) as phases:
-        written = prepare(root, version, prefix=prefix, max_sweeps=max_sweeps, progress=phases)
-    console.result(_describe_written(written))
-    console.document("data", {"action": "prepare", "root": root, "version": version, "files": _written_body(written)})
+        if info_file is None and version is not None:
+            written = prepare(root, version, prefix=prefix, max_sweeps=max_sweeps, progress=phases)
+        if gt_database:
+            database = _write_database(root, info_file or _training_file(written), prefix, phases)
+    if written:
+        console.result(_describe_written(written))
+    if database is not None:
+        _tell_database(console, database)
+    body = {"action": "prepare", "root": root, "version": version, "files": _written_body(written)}
+    console.document("data", {**body, "gt_database": None if database is None else vars(database)})
+
+
+def _training_file(written: tuple[PreparedFile, ...]) -> Path:
+    for file in written:
+        if file.split == "train":
+            return file.path
+    raise BevctlError("The test split has no annotated objects for --gt-database.", "Use v1.0-trainval or v1.0-mini.")
+
+
+def _write_database(root: Path, info_file: Path, prefix: str, phases: _Phases) -> WrittenDatabase:
+    from bevctl.config.schema import DataConfig
+    from bevctl.data.gt_database import write_gt_database
+    from bevctl.data.index import read_info
+
+    path = root / f"{prefix}_gt_database_train.npz"
+    return write_gt_database(path, read_info(info_file), root, DataConfig().classes, phases)
+
+
+def _tell_database(console: Console, database: WrittenDatabase) -> None:
+    for problem in database.problems:
+        console.warn(f"{problem} Its objects are left out.")
+    counts = ", ".join(f"{count} {name}" for name, count in database.per_class.items())
+    console.result(f"{database.path}: {database.objects} objects with {database.points:,} points ({counts})")
 
 
 @command.command("check")

@@ -24,7 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "monitor": ("bevctl.cli.monitor", "Show what a run does, from any log: state, finish time, alarms."),
     "diagnose": ("bevctl.cli.diagnose", "Say why a run went wrong, and what cures it: NaN and loss scale."),
     "eval": ("bevctl.cli.eval", "Score a checkpoint: mAP, NDS, map IoU; submission file, pictures."),
-    "data": ("bevctl.cli.data", "Make, prepare and check data sets in nuScenes format."),
+    "data": ("bevctl.cli.data", "Make, prepare, check, show and measure data sets in nuScenes format."),
     "checkpoint": ("bevctl.cli.checkpoint", "Show a checkpoint, or verify that it is whole, plain data and finite."),
     "explain": ("bevctl.cli.explain", "Say what a finding such as GPU001 means and what to do about it."),
     "memory": ("bevctl.cli.memory", "Count the parameters of a model, by part."),

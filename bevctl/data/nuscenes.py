@@ -76,18 +76,33 @@ class NuScenesDataset:
 
     def __getitem__(self, index: int | tuple[int, int]) -> Item:
         epoch, position = index if isinstance(index, tuple) else (0, index)
-        rng = np.random.default_rng([self.config.seed, epoch, position])
+        rng = self.generator(epoch, position)
         problems: list[str] = []
         for _ in range(ATTEMPTS if self.train else 1):
             while position in self._skipped:
                 position = (position + 1) % len(self)
-            info = self.info.samples[self._order[position]]
+            info = self.info_at(position)
             try:
                 return Item(self._load(info, epoch, rng), tuple(problems))
             except BevctlError as error:
                 problems.append(f"Sample {info.token}: {error.message}")
                 position = int(rng.integers(len(self)))
         return Item(None, tuple(problems))
+
+    def info_at(self, position: int) -> SampleInfo:
+        """What the info file says about the sample at a position of this data set, skipped or not."""
+        return self.info.samples[self._order[position]]
+
+    def position_of(self, token: str) -> int:
+        """The first position of a sample. Raises BevctlError (exit 2) where there is none."""
+        for position in range(len(self)):
+            if self.info_at(position).token == token:
+                return position
+        raise BevctlError(f"There is no sample {token} in {self.info.path}.", "Give a token of that file, or an index.")
+
+    def generator(self, epoch: int, position: int) -> np.random.Generator:
+        """Whatever is random about a sample comes from this."""
+        return np.random.default_rng([self.config.seed, epoch, position])
 
     def _balanced(self) -> NDArray[np.int64]:
         return balanced_positions(self.info.samples, self.config.data.classes, self.config.seed)

@@ -27,10 +27,10 @@ from bevctl.evaluate.legend import LegendRow
 
 GRID = (("CAM_FRONT_LEFT", "CAM_FRONT", "CAM_FRONT_RIGHT"), ("CAM_BACK_LEFT", "CAM_BACK", "CAM_BACK_RIGHT"))
 WIDTH = 1920
-_GAP = 8
-_TITLE = 40
-_CAMERA = ((WIDTH - 4 * _GAP) // 3, 352)
-_BEV = (WIDTH - 3 * _GAP) // 2
+GAP = 8
+TITLE_HEIGHT = 40
+_CAMERA = ((WIDTH - 4 * GAP) // 3, 352)
+BEV_SIDE = (WIDTH - 3 * GAP) // 2
 NEAR_REACH = 25.0
 """Half side in m of the close-up that stands where a picture has no map."""
 
@@ -60,24 +60,24 @@ def draw_sample(
     the view from above in m. Without `bev_map` a close-up takes the map's place. Nothing passed in is changed.
     """
     map_names = bev_map.names if bev_map else ()
-    top = _TITLE + 2 * (_CAMERA[1] + _GAP)
-    picture = Image.new("RGB", (WIDTH, top + _BEV + 2 * _GAP + _legend_height(map_names)), PAPER)
-    picture.paste(_title_bar(title), (0, 0))
+    top = TITLE_HEIGHT + 2 * (_CAMERA[1] + GAP)
+    picture = Image.new("RGB", (WIDTH, top + BEV_SIDE + 2 * GAP + _legend_height(map_names)), PAPER)
+    picture.paste(title_bar(title), (0, 0))
     for row, cameras in enumerate(GRID):
         for column, camera in enumerate(cameras):
             label = camera.removeprefix("CAM_").replace("_", " ").lower()
             tile = draw_camera(views.get(camera), label, predictions, truth, *_CAMERA)
-            picture.paste(tile, (_GAP + column * (_CAMERA[0] + _GAP), _TITLE + row * (_CAMERA[1] + _GAP)))
-    picture.paste(draw_bev(points, predictions, truth, _BEV, reach, f"±{reach:g} m"), (_GAP, top))
-    picture.paste(_right_panel(points, predictions, truth, bev_map), (2 * _GAP + _BEV, top))
-    picture.paste(_legend(predictions.names + truth.names, map_names), (0, top + _BEV + _GAP))
+            picture.paste(tile, (GAP + column * (_CAMERA[0] + GAP), TITLE_HEIGHT + row * (_CAMERA[1] + GAP)))
+    picture.paste(draw_bev(points, predictions, truth, BEV_SIDE, reach, f"±{reach:g} m"), (GAP, top))
+    picture.paste(_right_panel(points, predictions, truth, bev_map), (2 * GAP + BEV_SIDE, top))
+    picture.paste(_legend(predictions.names + truth.names, map_names), (0, top + BEV_SIDE + GAP))
     return picture
 
 
-def _title_bar(title: str) -> Image.Image:
-    bar = new_panel(WIDTH, _TITLE)
+def title_bar(title: str) -> Image.Image:
+    bar = new_panel(WIDTH, TITLE_HEIGHT)
     ImageDraw.Draw(bar).text(
-        (_GAP * SUPERSAMPLE, bar.height / 2), title, fill=INK, font=font(18 * SUPERSAMPLE), anchor="lm"
+        (GAP * SUPERSAMPLE, bar.height / 2), title, fill=INK, font=font(18 * SUPERSAMPLE), anchor="lm"
     )
     return finish(bar)
 
@@ -86,16 +86,16 @@ def _right_panel(
     points: NDArray[np.floating], predictions: DrawnBoxes, truth: DrawnBoxes, bev_map: DrawnMap | None
 ) -> Image.Image:
     if bev_map is None:
-        return draw_bev(points, predictions, truth, _BEV, NEAR_REACH, f"close-up, ±{NEAR_REACH:g} m")
-    panel = Image.new("RGB", (_BEV, _BEV), PAPER)
-    side = (_BEV - _GAP) // 2
+        return draw_bev(points, predictions, truth, BEV_SIDE, NEAR_REACH, f"close-up, ±{NEAR_REACH:g} m")
+    panel = Image.new("RGB", (BEV_SIDE, BEV_SIDE), PAPER)
+    side = (BEV_SIDE - GAP) // 2
     panel.paste(draw_map(bev_map.prediction, bev_map.names, side, "map, predicted"), (0, 0))
     if bev_map.truth is not None:
-        panel.paste(draw_map(bev_map.truth, bev_map.names, side, "map, ground truth"), (side + _GAP, 0))
+        panel.paste(draw_map(bev_map.truth, bev_map.names, side, "map, ground truth"), (side + GAP, 0))
         errors = draw_map_errors(bev_map.prediction, bev_map.truth, side, "map, errors")
-        panel.paste(errors, (side + _GAP, side + _GAP))
+        panel.paste(errors, (side + GAP, side + GAP))
     near = draw_bev(points, predictions, truth, side, NEAR_REACH, f"close-up, ±{NEAR_REACH:g} m")
-    panel.paste(near, (0, side + _GAP))
+    panel.paste(near, (0, side + GAP))
     return panel
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,18 @@ ERROR_COLORS: dict[str, Color] = {
 }
 
 
+@dataclass(frozen=True)
+class Ground:
+    """Map classes under the scene."""
+
+    layers: NDArray[np.integer | np.floating]
+    """(K, X, Y), painted from 0.5."""
+    names: tuple[str, ...]
+    xbound: tuple[float, float, float]
+    """Lower end, upper end and cell in x, m."""
+    ybound: tuple[float, float, float]
+
+
 class Plane:
     """From metres in the LiDAR frame to pixels of an enlarged square panel: x to the right, y (forward) upwards."""
 
@@ -69,12 +82,25 @@ def height_colors(height: NDArray[np.floating]) -> NDArray[np.uint8]:
 
 
 def draw_bev(
-    points: NDArray[np.floating], predictions: DrawnBoxes, truth: DrawnBoxes, side: int, reach: float, title: str
+    points: NDArray[np.floating],
+    predictions: DrawnBoxes,
+    truth: DrawnBoxes,
+    side: int,
+    reach: float,
+    title: str,
+    *,
+    ground: Ground | None = None,
+    motion: bool = False,
 ) -> Image.Image:
     """A square of ± `reach` m around the LiDAR: `points` (P, ≥ 3) coloured by height, ground truth dashed and hollow,
-    predictions solid with their score and a tick to the front, range rings."""
+    predictions solid with their score and a tick to the front, range rings.
+
+    `ground` is painted below; with `motion` a line leads from each prediction to where its centre is in one second.
+    """
     plane = Plane(side, reach)
     panel = new_panel(side, side)
+    if ground is not None:
+        panel.paste(_paint_ground(plane, ground))
     _draw_points(panel, plane, points)
     layer = Image.new("RGBA", panel.size, (255, 255, 255, 0))
     draw = ImageDraw.Draw(layer)
@@ -85,6 +111,8 @@ def draw_bev(
         _outline(draw, plane.pixels(corners), (255, 255, 255, 170), 4.0)
     for i in shown[::-1]:
         _draw_prediction(draw, plane, box_corners(predictions.boxes[i : i + 1])[0], class_color(predictions.names[i]))
+    if motion:
+        _draw_motion(draw, plane, predictions.boxes[shown])
     for i in _inside(truth, reach):
         _draw_truth(draw, plane, box_corners(truth.boxes[i : i + 1])[0])
     panel.alpha_composite(layer)
@@ -96,6 +124,24 @@ def draw_bev(
 def _inside(boxes: DrawnBoxes, reach: float) -> NDArray[np.intp]:
     """Indices of the boxes whose centre is in the panel."""
     return np.flatnonzero((np.abs(boxes.boxes[:, :2]) < reach).all(axis=1))
+
+
+def _paint_ground(plane: Plane, ground: Ground) -> Image.Image:
+    """The map's colour at each pixel of the panel; white beyond it."""
+    painted = _painted(ground.layers, ground.names)
+    middles = (np.arange(plane.side) + 0.5) / plane.scale - plane.reach
+    x, y = (np.floor((middles - low) / cell).astype(np.int64) for low, _, cell in (ground.xbound, ground.ybound))
+    x, y = x[None, :], y[::-1, None]
+    inside = (x >= 0) & (x < painted.shape[0]) & (y >= 0) & (y < painted.shape[1])
+    colors = painted[np.clip(x, 0, painted.shape[0] - 1), np.clip(y, 0, painted.shape[1] - 1)]
+    return Image.fromarray(np.where(inside[..., None], colors, np.uint8(255)))
+
+
+def _draw_motion(draw: ImageDraw.ImageDraw, plane: Plane, boxes: Array) -> None:
+    """A line from each centre along the velocity, one second long; none where it is unknown."""
+    moving = boxes[np.isfinite(boxes[:, 7:9]).all(axis=1)]
+    for start, stop in zip(plane.pixels(moving), plane.pixels(moving[:, :2] + moving[:, 7:9]), strict=True):
+        stroke(draw, start, stop, (*INK, 255), 1.2)
 
 
 def _draw_points(panel: Image.Image, plane: Plane, points: NDArray[np.floating]) -> None:
@@ -205,11 +251,16 @@ def _around(area: Box, width: float, height: float) -> list[tuple[float, float]]
 
 def draw_map(layers: NDArray[np.floating], names: Sequence[str], side: int, title: str) -> Image.Image:
     """Map classes (K, X, Y), a cell painted where its value is at least 0.5, seen as in `draw_bev`."""
+    return _map_panel(_painted(layers, names), side, title)
+
+
+def _painted(layers: NDArray[np.integer | np.floating], names: Sequence[str]) -> NDArray[np.uint8]:
+    """(X, Y, 3) colours of the classes, thin things on top."""
     painted = np.full((*layers.shape[1:], 3), 255, dtype=np.uint8)
     for name, color in MAP_COLORS.items():
         if name in names:
             painted[layers[list(names).index(name)] >= 0.5] = color
-    return _map_panel(painted, side, title)
+    return painted
 
 
 def draw_map_errors(

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from bevctl.config.load import load
+from bevctl.data.nuscenes import NuScenesDataset
 from bevctl.errors import ExitCode
 from tests.conftest import Outcome
 from tests.data import infos as made
@@ -114,6 +116,49 @@ def test_prepare(root: Path, invoke: Invoke) -> None:
     assert "mine_infos_train.pkl: 2 samples" in outcome.out
     for split in ("train", "val"):
         (root / f"mine_infos_{split}.pkl").unlink()
+
+
+@pytest.fixture
+def with_database(root: Path, invoke: Invoke) -> Iterator[Outcome]:
+    """The outcome of making an object database beside the data set."""
+    yield invoke(
+        "data", "prepare", "--root", root, "--gt-database", "--info-file", root / "synth_infos_train.pkl", "--json"
+    )
+    for suffix in ("npz", "bin"):
+        (root / f"nuscenes_gt_database_train.{suffix}").unlink(missing_ok=True)
+
+
+def test_an_object_database_is_made_and_training_pastes_from_it(root: Path, with_database: Outcome) -> None:
+    assert with_database.code == ExitCode.OK
+    document = with_database.document
+    assert document["files"] == []
+    database = document["gt_database"]
+    assert database["objects"] == sum(database["per_class"].values()) > 10
+    assert database["problems"] == []
+    sets = [f"data.root={root}", "data.paste.min_points=1", "data.paste.counts.pedestrian=20"]
+    dataset = NuScenesDataset(load("tiny", sets=sets).config, "train")
+    assert "paste objects" in dataset.steps(dataset.info_at(0), 0)
+    assert dataset[(0, 0)].sample is not None
+
+
+def test_prepare_makes_the_database_with_the_info_files(root: Path, invoke: Invoke) -> None:
+    outcome = invoke("data", "prepare", "--root", root, "--version", "v1.0-mini", "--prefix", "mine", "--gt-database")
+    assert outcome.code == ExitCode.OK
+    assert "mine_gt_database_train.npz: " in outcome.out
+    for path in root.glob("mine_*"):
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(("--info-file", "a.pkl"), "--info-file is for --gt-database"), ((), "Missing option --version")],
+)
+def test_prepare_needs_tables_or_an_info_file(
+    root: Path, invoke: Invoke, arguments: tuple[str, ...], message: str
+) -> None:
+    outcome = invoke("data", "prepare", "--root", root, *arguments)
+    assert outcome.code == ExitCode.USAGE
+    assert message in outcome.err
 
 
 def test_prepare_without_tables(tmp_path: Path, invoke: Invoke) -> None:
