@@ -13,7 +13,7 @@ _PROGRAMS_PER_PROCESSOR = 4
 _BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _forward_kernel(
     x, weight, bias, out, means, deviations, rows, eps,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -35,7 +35,7 @@ def _forward_kernel(
     tl.store(deviations + row, deviation, mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _backward_kernel(
     grad, x, weight, means, deviations, x_grad, weight_grad, bias_grad, rows,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,

@@ -11,7 +11,7 @@ _ROWS, _COLUMNS = 64, 128
 _PROGRAMS = 512
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _column_sums_kernel(values, shares, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """`shares` (programs, columns) holds the sum of each program's rows."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)

@@ -14,6 +14,8 @@ from torch import Tensor
 _WARPS = 4
 _PROGRAMS_PER_PROCESSOR = 4
 _PROCESSORS_OF_INTERPRETER = 1
+_SIZES = ["windows", "height", "width", "rows", "columns", "heads"]
+"""Not compiled into the kernels: the stages of a network share them."""
 
 
 @triton.jit
@@ -72,7 +74,7 @@ def _weights(query, key, bias, side, scale, masked, SHIFT: tl.constexpr, PRECISI
     return weights / tl.sum(weights, axis=1)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _forward_kernel(
     qkv, padding, bias, out, height, width, rows, columns, heads, scale, masked,
     WINDOW: tl.constexpr, SHIFT: tl.constexpr, HEAD: tl.constexpr,
@@ -90,7 +92,7 @@ def _forward_kernel(
     _store(out, result, place, inside, channels, head * HEAD, HEAD, WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _backward_kernel(
     grad, qkv, padding, bias, qkv_grad, padding_grad, bias_grad,
     windows, height, width, rows, columns, heads, scale, masked,
