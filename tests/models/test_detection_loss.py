@@ -19,6 +19,7 @@ from tests.models.nano import nano_batch, nano_config
 from tests.waits import host_never_waits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []  # without a GPU, Triton's interpreter
 GRID = BevGrid(lower=(-8.0, -10.0), cell=(1.25, 1.0), shape=(12, 20))
 QUERIES, CLASSES = 12, 3
 WEIGHTS = torch.tensor(CODE_WEIGHTS, device=DEVICE)

@@ -14,6 +14,7 @@ from bevctl.ops.backend import forced
 from bevctl.ops.matching import match
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []  # without a GPU, Triton's interpreter
 
 
 @pytest.fixture(params=["torch", "triton"], autouse=True)
