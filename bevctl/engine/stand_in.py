@@ -136,7 +136,8 @@ def with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
     if isinstance(value, Tensor):
         return next(tensors)
     if isinstance(value, list | tuple):
-        return type(value)([with_tensors(item, tensors) for item in value])
+        items = [with_tensors(item, tensors) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         return dataclasses.replace(value, **{name: with_tensors(getattr(value, name), tensors) for name in names})

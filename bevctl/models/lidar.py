@@ -11,7 +11,7 @@ from bevctl.config.schema import LidarConfig
 from bevctl.errors import BevctlError
 from bevctl.ops.rulebook import Triple, output_shape
 from bevctl.ops.site_norm import SiteNorm
-from bevctl.ops.sites import Window, plan_sites
+from bevctl.ops.sites import Room, Window, fit_rows, plan_sites
 from bevctl.ops.sparse_conv import Sparse, SparseConv3d, SparseTensor, SubMConv3d, product_dtype
 from bevctl.ops.spconv_bridge import SpconvTensor, use_spconv
 from bevctl.ops.voxelize import grid_shape, padded_voxels
@@ -34,7 +34,7 @@ class ConvNormAct(nn.Sequential):
     def forward(self, x: Sparse) -> Sparse:
         conv, norm = self
         y: Sparse = conv(x)
-        return y.with_features(norm(y.features, relu=True))
+        return y.with_features(norm(y.features, relu=True, count=y.count))
 
 
 class ResidualBlock(nn.Module):
@@ -49,8 +49,8 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Sparse) -> Sparse:
         y = self.conv1(x)
-        y = self.conv2(y.with_features(self.bn1(y.features, relu=True)))
-        return x.with_features(self.bn2(y.features, shortcut=x.features, relu=True))
+        y = self.conv2(y.with_features(self.bn1(y.features, relu=True, count=x.count)))
+        return x.with_features(self.bn2(y.features, x.features, relu=True, count=x.count))
 
 
 class SparseEncoder(nn.Module):
@@ -91,8 +91,13 @@ class SparseEncoder(nn.Module):
             )
         self.out_channels = out_channels * self.out_shape[2]
 
-    def forward(self, x: Sparse) -> Tensor:
+    def forward(self, x: SparseTensor) -> Tensor:
         """Voxel features at their cells → (B, out_channels · Z, X, Y), channel c · Z + z, in channels-last memory."""
+        # A recording that found rules of earlier sites would leave out how they are made.
+        return self.encode(SparseTensor(x.features, x.sites.without_rules()))
+
+    def encode(self, x: Sparse) -> Tensor:
+        """`forward`, whatever library runs the convolutions."""
         x = self.conv_out(self.encoder_layers(self.conv_input(x)))
         return x.dense().permute(0, 1, 4, 2, 3).flatten(1, 2)
 
@@ -108,6 +113,7 @@ class VoxelLidarEncoder(nn.Module):
         self.backbone = SparseEncoder(
             config.features, config.channels, config.blocks, config.out_channels, (x, y, z + 1)
         )
+        self._room = Room()
 
     @property
     def out_channels(self) -> int:
@@ -124,10 +130,12 @@ class VoxelLidarEncoder(nn.Module):
         if use_spconv(features.device, product_dtype(features, next(self.parameters()))):
             size = int((voxels.counts > 0).sum())
             return SpconvTensor.build(features[:size], coords[:size], shape, len(points))
-        sites = plan_sites(coords, shape, len(points), WINDOWS)
-        return SparseTensor(features[: len(sites)], sites)
+        # Shapes that stay the same let a training step be recorded.
+        sites = plan_sites(coords, shape, len(points), WINDOWS, self._room if self.training else None)
+        return SparseTensor(fit_rows(features, len(sites), 0), sites)
 
     def forward(self, points: list[Tensor] | Sparse) -> Tensor:
         """B × (P_i, F) points in the LiDAR frame, m, or what `prepare` makes of them → (B, out_channels, X, Y)."""
-        encoded: Tensor = self.backbone(self.prepare(points) if isinstance(points, list) else points)
+        x = self.prepare(points) if isinstance(points, list) else points
+        encoded: Tensor = self.backbone(x) if isinstance(x, SparseTensor) else self.backbone.encode(x)
         return encoded

@@ -26,8 +26,17 @@ class SiteNorm(nn.BatchNorm1d):
         super().__init__(channels, eps=1e-3, momentum=0.01)
         self.synchronized = False
 
-    def forward(self, features: Tensor, shortcut: Tensor | None = None, relu: bool = False) -> Tensor:
+    def forward(
+        self,
+        features: Tensor,
+        shortcut: Tensor | None = None,
+        relu: bool = False,
+        count: Tensor | None = None,
+    ) -> Tensor:
         """norm(features) (+ shortcut), through a ReLU if asked; all (M, C).
+
+        `count` (1,) int32, on the device, is the number of rows that are sites. The others, padding at the end, must
+        get no gradient; what they hold afterwards means nothing.
 
         Raises:
             ValueError: shapes that do not belong together.
@@ -38,10 +47,10 @@ class SiteNorm(nn.BatchNorm1d):
             raise ValueError(f"shortcut must be {tuple(features.shape)}, got {tuple(shortcut.shape)}")
         shared = self.synchronized and self.training and distributed.is_initialized()
         ops = _passes(features)
-        if not shared and ops is site_norm_torch:
+        if not shared and count is None and ops is site_norm_torch:
             return self._plain(features, shortcut, relu)
         features = features.contiguous()
-        statistics = self._statistics(features.detach(), ops, shared)
+        statistics = self._statistics(features.detach(), count, ops, shared)
         out: Tensor = _Normalise.apply(features, shortcut, self.weight, self.bias, statistics, relu, ops, shared)
         return out
 
@@ -56,7 +65,7 @@ class SiteNorm(nn.BatchNorm1d):
         out = out if shortcut is None else out + shortcut
         return functional.relu(out) if relu else out
 
-    def _statistics(self, features: Tensor, ops: ModuleType, shared: bool) -> Tensor:
+    def _statistics(self, features: Tensor, count: Tensor | None, ops: ModuleType, shared: bool) -> Tensor:
         """(3, C) mean, inverse deviation, and inverse count of the sites they come from or 0."""
         assert self.running_mean is not None
         assert self.running_var is not None
@@ -64,7 +73,7 @@ class SiteNorm(nn.BatchNorm1d):
         if not self.training:
             deviation = torch.rsqrt(self.running_var + self.eps)
             return torch.stack([self.running_mean, deviation, torch.zeros_like(deviation)])
-        moments = ops.moments(features)
+        moments = ops.moments(features, count)
         if shared:
             moments = _gathered(ops.merge(moments))
         buffers = self.running_mean, self.running_var, self.num_batches_tracked

@@ -11,11 +11,17 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def moments(features: Tensor) -> Tensor:
-    """(1, 3, C) count, mean and sum of squared distances to the mean; zeros for no rows."""
-    values = _wide(features)
-    mean = values.sum(0) / max(1, len(values))
-    return torch.stack([torch.full_like(mean, len(values)), mean, (values - mean).square().sum(0)])[None]
+def moments(features: Tensor, number: Tensor | None = None) -> Tensor:
+    """(1, 3, C) count, mean and sum of squared distances to the mean; zeros for no rows.
+
+    `number` is how many rows count, (1,) int32 on the device.
+    """
+    row = torch.arange(len(features), device=features.device)[:, None]
+    counts = row < (len(features) if number is None else number)
+    values = _wide(features).where(counts, 0)
+    count = counts.sum(0).to(values.dtype).expand(features.shape[1])
+    mean = values.sum(0) / count.clamp(min=1)
+    return torch.stack([count, mean, (values - mean).where(counts, 0).square().sum(0)])[None]
 
 
 def merge(moments: Tensor) -> Tensor:

@@ -31,6 +31,10 @@ class Sparse(Protocol):
     def features(self) -> Tensor:
         """(M, C)."""
 
+    @property
+    def count(self) -> Tensor | None:
+        """(1,) int32 rows that are sites, on the device; the others are padding. None if all are."""
+
     def with_features(self, features: Tensor) -> Sparse:
         """The same sites with other features."""
 
@@ -77,6 +81,11 @@ class SparseTensor:
         """Cells along x, y, z."""
         return self.sites.shape
 
+    @property
+    def count(self) -> Tensor | None:
+        """See `Sparse`."""
+        return self.sites.count
+
     def with_features(self, features: Tensor) -> SparseTensor:
         """The same sites with other features."""
         return SparseTensor(features, self.sites)
@@ -94,26 +103,29 @@ class SparseTensor:
     def dense(self) -> Tensor:
         """(B, C, X, Y, Z) with zeros elsewhere; in memory (B, X, Y, C, Z)."""
         x, y, z = self.sites.shape
-        columns = ravel(self.coords, self.shape) // z
-        grid: Tensor = _Place.apply(self.features, columns, self.coords[:, 3], (self.sites.batch * x * y, z))
+        grid: Tensor = _Place.apply(self.features, self.coords, self.sites.batch, self.shape)
         return grid.view(self.sites.batch, x, y, -1, z).permute(0, 3, 1, 2, 4)
 
 
 class _Place(torch.autograd.Function):
-    """(columns, C, Z) grid of zeros with (M, C) features at their cells."""
+    """(B · X · Y, C, Z) grid of zeros with (M, C) features at their cells; padding goes nowhere."""
 
     @staticmethod
-    def forward(ctx: Any, features: Tensor, columns: Tensor, depths: Tensor, shape: tuple[int, int]) -> Tensor:
-        ctx.save_for_backward(columns, depths)
-        grid = features.new_zeros(shape[0], features.shape[1], shape[1])
-        grid[columns, :, depths] = features
-        return grid
+    def forward(ctx: Any, features: Tensor, coords: Tensor, batch: int, shape: Triple) -> Tensor:
+        x, y, z = shape
+        # Padding falls into one more column, which is left out.
+        columns = torch.where(coords[:, 0] < 0, batch * x * y, ravel(coords, shape) // z)
+        ctx.save_for_backward(columns, coords)
+        grid = features.new_zeros(batch * x * y + 1, features.shape[1], z)
+        grid[columns, :, coords[:, 3].clamp(min=0)] = features
+        return grid[:-1]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        columns, depths = ctx.saved_tensors
-        return grad[columns, :, depths], None, None, None
+        columns, coords = ctx.saved_tensors
+        reached = grad[columns.clamp(max=len(grad) - 1), :, coords[:, 3].clamp(min=0)]
+        return reached.masked_fill_((coords[:, 0] < 0)[:, None], 0), None, None, None
 
 
 def sparse_conv(features: Tensor, weight: Tensor, rules: RuleBook) -> Tensor:
@@ -222,7 +234,16 @@ def _gathered(features: Tensor, table: Tensor) -> Iterator[tuple[slice, Tensor]]
         met = table[rows].flatten()
         spread = nothings.repeat(-(-len(met) // _NOTHINGS))[: len(met)]
         met = torch.where(met < len(features), met, spread)
-        yield rows, padded.index_select(0, met).view(-1, width)
+        yield rows, _take(padded, met).view(-1, width)
+
+
+def _take(rows: Tensor, index: Tensor) -> Tensor:
+    """rows[index]; a GPU would start a block of threads for each row, however short, unless columns are asked for."""
+    if not rows.is_cuda or rows.shape[1] * rows.element_size() % 16:
+        return rows.index_select(0, index)
+    words = rows.view(torch.complex128)
+    column = torch.arange(words.shape[1], device=rows.device)
+    return words[index.long()[:, None], column].view(rows.dtype)
 
 
 def _piece_elements(features: Tensor) -> int:

@@ -55,6 +55,10 @@ class SpconvTensor:
         features: Tensor = self.tensor.features
         return features
 
+    @property
+    def count(self) -> None:
+        """There is no padding."""
+
     def with_features(self, features: Tensor) -> SpconvTensor:
         """The same sites with other features."""
         return SpconvTensor(self.tensor.replace_feature(features), self.level)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bevctl.config.schema import LidarConfig
+from bevctl.engine.cuda_graphs import record_parts
 from bevctl.errors import BevctlError
-from bevctl.models.lidar import SiteNorm, SparseEncoder, VoxelLidarEncoder
+from bevctl.models.lidar import WINDOWS, ConvNormAct, ResidualBlock, SparseEncoder, VoxelLidarEncoder
+from bevctl.ops.site_norm import SiteNorm
+from bevctl.ops.sites import Room, fit_rows, plan_sites
+from bevctl.ops.sparse_conv import Sparse, SparseConv3d, SparseTensor, SubMConv3d
 from tests import golden
+from tests.ops.backends import DEVICES, running
 
 RANGE = (-8.0, -8.0, -5.0, 8.0, 8.0, 3.0)
 SMALL = LidarConfig(voxel_size=(0.5, 0.5, 0.2), channels=(4, 4, 8, 8), blocks=1, out_channels=6, max_voxels=(300, 400))
@@ -95,6 +102,70 @@ def test_same_seed_same_bits() -> None:
         encoder([cloud(0, 400)]).square().sum().backward()
         grads.append([p.grad.clone() for p in encoder.parameters() if p.grad is not None])
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def both_gradients(encoder: VoxelLidarEncoder, points: list[Tensor]) -> list[Tensor]:
+    """The map, gradients of all parameters, and buffers afterwards."""
+    encoder.zero_grad(set_to_none=True)
+    out = encoder(points)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out)
+    out.backward(weights)
+    gradients = [parameter.grad.clone() for parameter in encoder.parameters() if parameter.grad is not None]
+    return [out.detach().clone(), *gradients, *(buffer.clone() for buffer in encoder.buffers())]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_padded_sites_change_nothing(device: str) -> None:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(
+        [ConvNormAct(SubMConv3d(5, 4)), ResidualBlock(4), ConvNormAct(SparseConv3d(4, 6, *WINDOWS[1]))]
+    )
+    layers.to(device)
+    coords = torch.tensor([[b, x, y, z] for b in (0, 1) for x in (0, 2, 3) for y in (1, 2) for z in range(b, 5)])
+    features = torch.randn(len(coords), 5)
+    room, results = Room(), []
+    room.rows = [len(coords) + 5, 150]
+    for rows in (None, room):
+        modules = copy.deepcopy(layers)
+        with running("triton", device):
+            sites = plan_sites(coords.to(device), (5, 4, 7), 2, WINDOWS[1:2], rows)
+            x: Sparse = SparseTensor(fit_rows(features.to(device), len(sites), 0), sites)
+            for module in modules:
+                x = module(x)
+            out = x.dense()
+            out.backward(torch.arange(out.numel(), device=device).view_as(out) / out.numel())
+        assert sites.coarser is not None
+        assert rows is None or [len(sites), len(sites.coarser)] == room.rows
+        results.append([out, *(p.grad for p in modules.parameters()), *(b.float() for b in modules.buffers())])
+    assert room.rows == [len(coords) + 5, 150]
+    for exact, padded in zip(*results, strict=True):
+        assert exact is not None
+        torch.testing.assert_close(padded, exact, rtol=1e-4, atol=1e-4)
+
+
+def test_room_grows_where_it_is_too_small() -> None:
+    room = Room()
+    assert room.fit([100, 40_000]) == [4096, 45_056]
+    assert room.fit([4096, 45_000]) == [4096, 45_056]
+    assert room.fit([4097, 0]) == [8192, 45_056]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_a_recorded_encoder_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bevctl.ops.sites._STEP", 16)
+    torch.manual_seed(0)
+    plain = VoxelLidarEncoder(SMALL, RANGE).cuda()
+    recorded = copy.deepcopy(plain)
+    reports: list[str] = []
+    record_parts(recorded, ["backbone"], reports.append)
+    # Sites that need more room than the steps before; then the shapes stay.
+    for step, size in enumerate([100, 80, 90, 250, 240, 1, 200, 230, 240]):
+        points = [cloud(step, size).cuda(), cloud(100 + step, size // 2).cuda()]
+        with torch.autocast("cuda", dtype=torch.float16):
+            expected, found = both_gradients(plain, points), both_gradients(recorded, points)
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), step
+    assert not reports
 
 
 def test_site_norm_of_one_site_uses_running_statistics() -> None:

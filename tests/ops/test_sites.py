@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from bevctl.ops import backend
 from bevctl.ops.rulebook import TILE, RuleBook, Triple, ravel, unravel
-from bevctl.ops.sites import Sites, Window, plan_sites
+from bevctl.ops.sites import Room, Sites, Window, plan_sites
 from tests.ops.backends import BACKENDS, DEVICES, running
 
 WINDOWS = [
@@ -121,6 +123,29 @@ def test_a_plan_leaves_padding_out_and_follows_the_windows(name: str, device: st
             assert torch.equal(rules.table.cpu(), expected_rules.table)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_padding_meets_nothing(device: str) -> None:
+    shape, room = (12, 9, 15), Room()
+    coords = random_coords(2, 60, shape, 2).to(device)
+    room.rows = [130, 200]
+    with running("triton", device):
+        exact = plan_sites(coords, shape, 2, WINDOWS[:1])
+        padded = plan_sites(coords, shape, 2, WINDOWS[:1], room)
+        for sites in (exact, padded):
+            assert sites.count is not None
+            assert sites.count.item() == 60
+        (fewer, rules), (more, padded_rules) = exact.strided_rules(WINDOWS[0]), padded.strided_rules(WINDOWS[0])
+        submanifold = padded.submanifold_rules((3, 3, 3)).table
+    assert (len(padded), len(more)) == (130, 200)
+    assert torch.equal(more.coords[: len(fewer)], fewer.coords)
+    assert (more.coords[len(fewer) :] == -1).all()
+    table = padded_rules.table[: len(fewer)]
+    assert torch.equal(torch.where(table == 130, 60, table), rules.table)
+    assert (padded_rules.table[len(fewer) :] == 130).all()
+    assert (submanifold[60:] == 130).all()
+    assert ((submanifold < 60) | (submanifold == 130)).all()
+
+
 @pytest.mark.parametrize(("shape", "batch"), [((4, 4, 100), 1), ((10**6, 10**6, 10), 2)])
 def test_grids_without_a_map_are_searched(shape: Triple, batch: int) -> None:
     corner = torch.tensor([[batch - 1, shape[0] - 1, shape[1] - 1, z] for z in range(shape[2] - 2, shape[2])])
@@ -146,10 +171,11 @@ def test_a_plan_waits_for_the_gpu_once() -> None:
         assert all(len(each.tiles.order) for each in rules)
 
     prepare()
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with pytest.warns(UserWarning, match="synchronizing") as seen:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
             prepare()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert len(seen) == 1
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert sum("synchronizing CUDA operation" in str(warning.message) for warning in seen) == 1

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import triton
-from torch import Tensor
 
 _DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
 """Compiled kernels take all arguments in the order of their signature; older versions launch in the ordinary way."""
+_NUMBERS = (int, float)
 _variants: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
@@ -24,22 +24,20 @@ def sized(*names: str) -> Callable[[Callable[..., Any]], Any]:
     return jit
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Tensor | float, **constants: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """`kernel[grid](*arguments, **constants)` for a kernel made by `sized`.
 
     Args:
         kernel: its arguments first, then its constants.
         grid: one to three numbers of programs.
-        arguments: tensors on the current device, sizes and floats.
+        arguments: tensors on the current device, the first one of them, sizes and floats.
         constants: the kernel's constants, and num_warps and num_stages.
     """
     if not _DIRECT or not isinstance(kernel, triton.JITFunction):
         kernel[grid](*arguments, **constants)
         return
-    first = arguments[0]
-    assert isinstance(first, Tensor)
-    kinds = [(a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else None for a in arguments]
-    key = (kernel, first.get_device(), *kinds, *constants.values())
+    kinds = [None if isinstance(a, _NUMBERS) else (a.dtype, a.data_ptr() % 16) for a in arguments]
+    key = (kernel, arguments[0].get_device(), *kinds, *constants.values())
     known = _variants.get(key)
     if known is None:
         names = kernel.arg_names[len(arguments) :]
@@ -47,3 +45,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Tensor | float, **con
         return
     compiled, values = known
     compiled[(*grid, 1, 1)[:3]](*arguments, *values)
+
+
+def blocks(elements: int, size: int) -> int:
+    """Blocks of `size` that hold `elements`; Triton's own `cdiv` costs the host some µs."""
+    return -(-elements // size)
+
+
+def power_of_two(number: int) -> int:
+    """The next one, at least 1."""
+    return 1 << max(0, number - 1).bit_length()

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bevctl.ops.kernels.launch import launch, sized
+from bevctl.ops.kernels.launch import blocks, launch, power_of_two, sized
 from bevctl.ops.rulebook import Tiles, Triple
 
 _BLOCK = 256
@@ -107,14 +107,14 @@ def _neighbours_kernel(
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = row < outputs
-    sample = tl.load(sites + row * 4, mask=exists, other=0)
+    sample = tl.load(sites + row * 4, mask=exists, other=-1)
     first_x = tl.load(sites + row * 4 + 1, mask=exists, other=0) * SX - PX
     first_y = tl.load(sites + row * 4 + 2, mask=exists, other=0) * SY - PY
     first_z = tl.load(sites + row * 4 + 3, mask=exists, other=0) * SZ - PZ
     for dx in tl.static_range(KX):
         for dy in tl.static_range(KY):
             x, y = first_x + dx, first_y + dy
-            inside = (x >= 0) & (x < size_x) & (y >= 0) & (y < size_y) & exists
+            inside = (x >= 0) & (x < size_x) & (y >= 0) & (y < size_y) & (sample >= 0)
             column = (sample * size_x + x) * size_y + y
             word = tl.load(words + column, mask=inside, other=0)
             start = tl.load(ends + column, mask=inside, other=0) - _count_bits(word)
@@ -208,11 +208,11 @@ def column_ends(words: Tensor) -> Tensor:
     return counts.cumsum(0, dtype=torch.int32)
 
 
-def list_sites(words: Tensor, ends: Tensor, sites: int, shape: Triple) -> Tensor:
-    """(M, 4) int64 coordinates of the set bits, ascending."""
-    coords = words.new_empty(sites, 4)
-    depth = triton.next_power_of_2(shape[2])
-    grid = (triton.cdiv(len(words), _LIST_COLUMNS),)
+def list_sites(words: Tensor, ends: Tensor, sites: int, rows: int, shape: Triple) -> Tensor:
+    """(rows, 4) int64 coordinates of the set bits, ascending, of which there are `sites`; then rows of -1."""
+    coords = words.new_full((rows, 4), -1) if rows > sites else words.new_empty(rows, 4)
+    depth = power_of_two(shape[2])
+    grid = (blocks(len(words), _LIST_COLUMNS),)
     launch(_list_kernel, grid, words, ends, coords, len(words), shape[0], shape[1], DEPTH=depth, BLOCK=_LIST_COLUMNS)
     return coords
 
@@ -235,7 +235,7 @@ def transpose(tiles: Tiles, outputs: int, inputs: int) -> Tensor:
     """(K, inputs) int32 output row that each input row meets, `outputs` where there is none."""
     offsets, padded = tiles.table.shape
     transposed = tiles.table.new_full((offsets, inputs), outputs)
-    grid = (triton.cdiv(outputs, _BLOCK), offsets)
+    grid = (blocks(outputs, _BLOCK), offsets)
     launch(_transpose_kernel, grid, tiles.table, tiles.order, transposed, outputs, inputs, padded, BLOCK=_BLOCK)
     return transposed
 
@@ -243,7 +243,7 @@ def transpose(tiles: Tiles, outputs: int, inputs: int) -> Tensor:
 def arrange(table: Tensor, absent: int, tile: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See `bevctl.ops.rulebook.Tiles`, whose fields these are, for a (K, rows) table with at least one row."""
     offsets, rows = table.shape
-    tiles = triton.cdiv(rows, tile)
+    tiles = blocks(rows, tile)
     # One allocation for all: an allocation costs the host as much as a launch.
     parts = table.new_empty((offsets + 1) * tiles * tile + (3 * offsets + 1) * tiles + offsets + rows).split(
         [rows, tiles * tile, offsets * tiles * tile, *[offsets * tiles] * 3, tiles, offsets]
@@ -267,4 +267,4 @@ def _window(kernel: Triple, stride: Triple, padding: Triple) -> dict[str, int]:
 
 
 def _grid(elements: int) -> tuple[int]:
-    return (triton.cdiv(elements, _BLOCK),)
+    return (blocks(elements, _BLOCK),)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bevctl.ops.kernels.launch import launch, sized
+from bevctl.ops.kernels.launch import blocks, launch, power_of_two, sized
 
 _PROGRAMS = 512
 _ELEMENTS = 2048
@@ -25,10 +25,22 @@ def _combine(count, mean, square):
 
 
 @sized("rows", "share")
-def _moment_kernel(features, moments, rows, share, C: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr):
+def _moment_kernel(
+    features,
+    number,
+    moments,
+    rows,
+    share,
+    COUNTED: tl.constexpr,
+    C: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     channel = tl.arange(0, CHANNELS)
     begin = tl.program_id(0) * share
     end = tl.minimum(begin + share, rows)
+    if COUNTED:
+        end = tl.minimum(end, tl.load(number))
     # Welford's update, each place of the block for itself: no sum across the block inside the loop.
     count = tl.zeros((ROWS, CHANNELS), tl.float32)
     mean = tl.zeros((ROWS, CHANNELS), tl.float32)
@@ -175,13 +187,19 @@ def _gradient_kernel(
     tl.store(feature_grad + place, (value * factor[None, :]).to(feature_grad.dtype.element_ty), mask=valid)
 
 
-def moments(features: Tensor) -> Tensor:
-    """(sets, 3, C) float32 count, mean and sum of squared distances to the mean of each set of rows."""
+def moments(features: Tensor, number: Tensor | None) -> Tensor:
+    """(sets, 3, C) float32 count, mean and sum of squared distances to the mean of each set of rows.
+
+    `number` is how many rows count, (1,) int32 on the device.
+    """
     rows, channels = features.shape
     sizes = _sizes(channels)
     programs, share = _shares(rows, sizes["ROWS"])
     parts = torch.empty(programs, 3, channels, dtype=torch.float32, device=features.device)
-    launch(_moment_kernel, (programs,), features, parts, rows, share, **sizes)
+    launch(
+        _moment_kernel, (programs,), features, features if number is None else number, parts, rows, share,
+        COUNTED=number is not None, **sizes,
+    )  # fmt: skip
     return parts
 
 
@@ -218,7 +236,7 @@ def apply(
     out = torch.empty_like(features)
     sizes = _sizes(channels)
     launch(
-        _apply_kernel, (triton.cdiv(rows, sizes["ROWS"]),), features,
+        _apply_kernel, (blocks(rows, sizes["ROWS"]),), features,
         features if shortcut is None else shortcut, out, statistics, weight, bias, rows,
         RELU=relu, SHORTCUT=shortcut is not None, **sizes,
     )  # fmt: skip
@@ -245,7 +263,7 @@ def gradients(
     feature_grad = torch.empty_like(features)
     shortcut_grad = torch.empty_like(features) if shortcut else None
     launch(
-        _gradient_kernel, (triton.cdiv(rows, sizes["ROWS"]),), grad, features, out, statistics, weight, sums,
+        _gradient_kernel, (blocks(rows, sizes["ROWS"]),), grad, features, out, statistics, weight, sums,
         feature_grad, feature_grad if shortcut_grad is None else shortcut_grad, rows,
         RELU=relu, SHORTCUT=shortcut, **sizes,
     )  # fmt: skip
@@ -253,20 +271,19 @@ def gradients(
 
 
 def _merge_grid(channels: int) -> tuple[int]:
-    return (triton.cdiv(channels, _CHANNELS_OF_MERGE),)
+    return (blocks(channels, _CHANNELS_OF_MERGE),)
 
 
 def _merge_sizes(sets: int, channels: int) -> dict[str, int]:
-    return {"C": channels, "SETS": triton.next_power_of_2(sets), "CHANNELS": _CHANNELS_OF_MERGE}
+    return {"C": channels, "SETS": power_of_two(sets), "CHANNELS": _CHANNELS_OF_MERGE}
 
 
 def _sizes(channels: int) -> dict[str, int]:
-    width = triton.next_power_of_2(channels)
+    width = power_of_two(channels)
     return {"C": channels, "CHANNELS": width, "ROWS": max(1, _ELEMENTS // width)}
 
 
 def _shares(rows: int, block: int) -> tuple[int, int]:
     """Programs, and rows of each: whole blocks."""
-    blocks = triton.cdiv(rows, block)
-    share = triton.cdiv(blocks, _PROGRAMS) * block
-    return triton.cdiv(rows, share), share
+    share = blocks(blocks(rows, block), _PROGRAMS) * block
+    return blocks(rows, share), share

@@ -7,11 +7,10 @@ row is written by one program, and partial weight gradients are added in a fixed
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from bevctl.ops.kernels.launch import launch, sized
+from bevctl.ops.kernels.launch import blocks, launch, power_of_two, sized
 from bevctl.ops.rulebook import TILE, Tiles
 
 
@@ -104,7 +103,7 @@ def convolve(features: Tensor, kernels: Tensor, tiles: Tiles, rows: int, reverse
     single = features.dtype == torch.float32
     block_out = _block(channels_out, 128)
     launch(
-        _convolve_kernel, (len(tiles.offset_counts), triton.cdiv(channels_out, block_out)),
+        _convolve_kernel, (len(tiles.offset_counts), blocks(channels_out, block_out)),
         features, kernels, out, tiles.table, tiles.order, tiles.offsets, tiles.offset_counts,
         len(features), rows, tiles.table.shape[1],
         OFFSETS=len(kernels), REVERSE=reverse, TRANSPOSE=transpose, IN=channels_in, OUT=channels_out,
@@ -121,13 +120,13 @@ def kernel_gradient(features: Tensor, grad: Tensor, tiles: Tiles) -> Tensor:
     single = features.dtype == torch.float32
     block_in, block_out = (_block(channels, 64 if single else 128) for channels in (channels_in, channels_out))
     area = block_in * block_out
-    blocks = triton.cdiv(channels_in, block_in) * triton.cdiv(channels_out, block_out)
+    parts = blocks(channels_in, block_in) * blocks(channels_out, block_out)
     # Programs share a gradient: enough to fill a GPU, few enough for the sum over their parts.
     programs = 640 if area == 128 * 128 else 1280 if area >= 64 * 64 else 2560
-    splits = max(1, min(programs // (offsets * blocks), count))
+    splits = max(1, min(programs // (offsets * parts), count))
     partial = torch.empty(splits, offsets, channels_in, channels_out, dtype=torch.float32, device=grad.device)
     launch(
-        _kernel_gradient_kernel, (offsets, splits, blocks),
+        _kernel_gradient_kernel, (offsets, splits, parts),
         features, grad, partial, tiles.table, tiles.order, tiles.tiles, tiles.tile_counts,
         len(features), len(grad), tiles.table.shape[1], count, splits,
         OFFSETS=offsets, IN=channels_in, OUT=channels_out, BLOCK_IN=block_in, BLOCK_OUT=block_out, TILE=TILE,
@@ -139,7 +138,7 @@ def kernel_gradient(features: Tensor, grad: Tensor, tiles: Tiles) -> Tensor:
 
 def _block(channels: int, limit: int) -> int:
     """Channels of a block: a power of two, and at least what a matrix unit takes."""
-    return min(limit, max(16, triton.next_power_of_2(channels)))
+    return min(limit, max(16, power_of_two(channels)))
 
 
 def _precision(tensor: Tensor) -> str:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bevctl.ops.kernels.launch import launch, sized
+from bevctl.ops.kernels.launch import blocks, launch, power_of_two, sized
 from bevctl.ops.transfer import to_device
 
 Triple = tuple[int, int, int]
@@ -153,10 +153,10 @@ def voxelize(
     counts = torch.zeros(limit, dtype=torch.int64, device=points.device)
     launch(
         _mean_kernel, _grid(total), points, keys, order, ends, features, coords, counts, total, *shape, max_points,
-        COLUMNS=columns, WIDTH=triton.next_power_of_2(columns), OUTSIDE=outside, BLOCK=_BLOCK,
+        COLUMNS=columns, WIDTH=power_of_two(columns), OUTSIDE=outside, BLOCK=_BLOCK,
     )  # fmt: skip
     return features, coords, counts
 
 
 def _grid(elements: int) -> tuple[int]:
-    return (triton.cdiv(elements, _BLOCK),)
+    return (blocks(elements, _BLOCK),)
