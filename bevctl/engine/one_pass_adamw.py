@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +25,11 @@ class OnePassAdamW:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._parameters: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
-        self._chunks: _Chunks | None = None
-        self._table = torch.empty(0, dtype=torch.int64)
+        self._strides = [p.stride() for p in self._parameters]
+        self._states: list[dict[str, Any] | None] = []
+        self._layout: _Layout | None = None
+        self._addresses: list[int] = []
+        self._gradients = torch.empty(0, dtype=torch.int64)
 
     def prepare(self) -> bool:
         """Looks at this step's gradients; False where the kernels cannot do this step.
@@ -33,40 +39,35 @@ class OnePassAdamW:
         """
         if not self._parameters or not use_triton(self._parameters[0]):
             return False
-        rows = [self._row(p) for p in self._parameters]
-        if any(row is None for row in rows):
+        states = list(map(self._optimizer.state.get, self._parameters))
+        if len(states) != len(self._states) or not all(map(operator.is_, states, self._states)):
+            self._states, self._layout = states, None
+            if not all(map(_lie_alike, self._parameters, states)):
+                return False
+            self._layout = _Layout.of(self._optimizer, self._parameters)
+        gradients = [p.grad for p in self._parameters]
+        if self._layout is None or any(
+            g is not None and g.stride() != s for g, s in zip(gradients, self._strides, strict=True)
+        ):
             return False
-        addresses = list(itertools.chain.from_iterable(zip(*(row for row in rows if row is not None), strict=True)))
-        self._table = to_device(torch.tensor(addresses, dtype=torch.int64), self._parameters[0].device)
-        if self._chunks is None:
-            self._chunks = _Chunks([p.numel() for p in self._parameters], self._parameters[0].device)
+        addresses = [0 if g is None else g.data_ptr() for g in gradients]
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._gradients = to_device(torch.tensor(addresses, dtype=torch.int64), self._layout.table.device)
         return True
-
-    def _row(self, parameter: nn.Parameter) -> tuple[int, ...] | None:
-        """Addresses of a parameter's tensors, or None where they do not lie alike."""
-        state = self._optimizer.state.get(parameter)
-        if not state or parameter.dtype != torch.float32 or state["step"].is_cuda != parameter.is_cuda:
-            return None
-        tensors = [parameter, state["exp_avg"], state["exp_avg_sq"]]
-        tensors += [] if parameter.grad is None else [parameter.grad]
-        if any(t.stride() != parameter.stride() or t.dtype != torch.float32 for t in tensors):
-            return None
-        gradient = 0 if parameter.grad is None else parameter.grad.data_ptr()
-        averages = state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr()
-        return parameter.data_ptr(), gradient, *averages, state["step"].data_ptr()
 
     def norms(self, inverse_scale: Tensor) -> Tensor:
         """(N,) L2 norm of each parameter's gradient times `inverse_scale` (0-dimensional), 0 where it has none."""
         from bevctl.ops.kernels.adamw import CHUNK, norms_kernel, square_sums_kernel
         from bevctl.ops.kernels.launch import launch
 
-        chunks, count = self._chunks, len(self._parameters)
-        assert chunks is not None, "prepare comes first"
-        sums = torch.empty(len(chunks.owner), device=self._table.device)
-        norms = torch.empty(count, device=self._table.device)
-        table, owner, start, sizes = self._table, chunks.owner, chunks.start, chunks.sizes
-        launch(square_sums_kernel, (len(owner),), table, owner, start, sizes, inverse_scale, sums, count, CHUNK=CHUNK)
-        launch(norms_kernel, (count,), sums, chunks.first, norms, BLOCK=128)
+        at = self._layout
+        assert at is not None, "prepare comes first"
+        chunks, count = len(at.owner), len(self._parameters)
+        sums, norms = (torch.empty(size, device=at.table.device) for size in (chunks, count))
+        numbers = (self._gradients, at.owner, at.start, at.sizes, inverse_scale, sums)
+        launch(square_sums_kernel, (chunks,), *numbers, CHUNK=CHUNK)
+        launch(norms_kernel, (count,), sums, at.first, norms, BLOCK=128)
         return norms
 
     def step(self, factor: Tensor, found_inf: Tensor) -> None:
@@ -74,39 +75,67 @@ class OnePassAdamW:
         from bevctl.ops.kernels.adamw import CHUNK, adamw_kernel, advance_kernel
         from bevctl.ops.kernels.launch import launch
 
-        chunks, count, device = self._chunks, len(self._parameters), self._table.device
-        assert chunks is not None, "prepare comes first"
-        settings, logarithms, rates = self._settings()
-        corrections = torch.empty(2 * count, device=device)
-        table, owner, start, sizes = self._table, chunks.owner, chunks.start, chunks.sizes
+        at = self._layout
+        assert at is not None, "prepare comes first"
+        count, table, gradients = len(self._parameters), at.table, self._gradients
+        settings = self._settings()
+        corrections = torch.empty(2 * count, device=table.device)
         grid = (-(-count // 128),)
-        launch(advance_kernel, grid, table, found_inf, *logarithms, corrections, count, BLOCK=128)
-        numbers = (rates, settings, corrections, factor, found_inf, count)
-        launch(adamw_kernel, (len(owner),), table, owner, start, sizes, *numbers, CHUNK=CHUNK)
+        launch(advance_kernel, grid, table, gradients, found_inf, settings, corrections, count, BLOCK=128)
+        places = (table, gradients, at.owner, at.start, at.sizes, at.groups)
+        numbers = (settings, corrections, factor, found_inf, count)
+        launch(adamw_kernel, (len(at.owner),), *places, *numbers, CHUNK=CHUNK)
 
-    def _settings(self) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-        """Betas and epsilon, logarithms of the betas in float64, and rates by parameter, in one transfer."""
+    def _settings(self) -> Tensor:
+        """(7 + 2 G,) float64: log β1, log β2, β1, 1 - β1, β2, 1 - β2, epsilon; rate and decay by group."""
         groups = self._optimizer.param_groups
         beta1, beta2 = groups[0]["betas"]
-        settings = [beta1, 1 - beta1, beta2, 1 - beta2, groups[0]["eps"]]
-        rates = [group["lr"] for group in groups for _ in group["params"]]
-        decays = [group["weight_decay"] for group in groups for _ in group["params"]]
-        numbers = torch.tensor([math.log(beta1), math.log(beta2), *settings, *rates, *decays], dtype=torch.float64)
-        moved = to_device(numbers, self._table.device)
-        others = moved[2:].float()
-        return others[:5], moved[:2].split(1), others[5:]
+        numbers = [math.log(beta1), math.log(beta2), beta1, 1 - beta1, beta2, 1 - beta2, groups[0]["eps"]]
+        for group in groups:
+            numbers += [group["lr"], group["weight_decay"]]
+        return to_device(torch.tensor(numbers, dtype=torch.float64), self._gradients.device)
 
 
-class _Chunks:
-    """How parameters are cut up, on the device: (C,) owner and start, (N,) sizes, (N + 1,) first chunk of each."""
+def _lie_alike(parameter: nn.Parameter, state: dict[str, Any] | None) -> bool:
+    """Whether a parameter has its state, in float32 and in the same order of memory."""
+    if not state or parameter.dtype != torch.float32 or state["step"].is_cuda != parameter.is_cuda:
+        return False
+    averages = state["exp_avg"], state["exp_avg_sq"]
+    return all(a.dtype == torch.float32 and a.stride() == parameter.stride() for a in averages)
 
-    def __init__(self, sizes: list[int], device: torch.device) -> None:
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where everything but the gradients lies, and how it is cut into C chunks; int64 on the device."""
+
+    table: Tensor
+    """(4, N) addresses of parameters, both averages and step counts."""
+    owner: Tensor
+    """(C,) parameter of each chunk."""
+    start: Tensor
+    """(C,) first element of each chunk."""
+    sizes: Tensor
+    """(N,) elements of each parameter."""
+    first: Tensor
+    """(N + 1,) first chunk of each parameter, and C."""
+    groups: Tensor
+    """(N,) parameter group."""
+
+    @staticmethod
+    def of(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> _Layout:
         from bevctl.ops.kernels.adamw import CHUNK
 
-        counts = [-(-size // CHUNK) for size in sizes]
-        owner = [index for index, count in enumerate(counts) for _ in range(count)]
-        start = [CHUNK * number for count in counts for number in range(count)]
-        self.owner, self.start, self.sizes, self.first = (
-            to_device(torch.tensor(values, dtype=torch.int64), device)
-            for values in (owner, start, sizes, [0, *itertools.accumulate(counts)])
+        states = [optimizer.state[p] for p in parameters]
+        rows = [[p.data_ptr() for p in parameters]]
+        rows += [[state[name].data_ptr() for state in states] for name in ("exp_avg", "exp_avg_sq", "step")]
+        counts = [-(-p.numel() // CHUNK) for p in parameters]
+        values: tuple[Any, ...] = (
+            rows,
+            [index for index, count in enumerate(counts) for _ in range(count)],
+            [CHUNK * number for count in counts for number in range(count)],
+            [p.numel() for p in parameters],
+            [0, *itertools.accumulate(counts)],
+            [index for index, group in enumerate(optimizer.param_groups) for _ in group["params"]],
         )
+        device = parameters[0].device
+        return _Layout(*(to_device(torch.tensor(value, dtype=torch.int64), device) for value in values))

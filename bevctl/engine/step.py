@@ -122,7 +122,8 @@ class TrainStep:
         in_one_pass = self._kernels.prepare()
         if in_one_pass:
             scaler.accept()
-            grad_norm, grad_norms = self._by_part(self._kernels.norms(scaler.inverse), self._membership)
+            inverse = scaler.inverse
+            grad_norm, grad_norms = self._by_part(self._kernels.norms(inverse), self._membership)
         else:
             scaler.unscale(self._parameters)
             grad_norm, grad_norms = self._clip()
@@ -132,7 +133,7 @@ class TrainStep:
             distributed.all_reduce(scaler.found_inf, distributed.ReduceOp.MAX)
         apply_schedule(optimizer, self.schedule, iteration)
         if in_one_pass:
-            self._kernels.step(scaler.inverse * self._clip_factor(grad_norm), scaler.found_inf)
+            self._kernels.step(inverse * self._clip_factor(grad_norm), scaler.found_inf)
         else:
             scaler.step(optimizer)
         self._statistics.restore_where(scaler.found_inf)
