@@ -30,7 +30,6 @@ from bevctl.measure.timing import (
     build_step,
     float32_products,
     graph_bytes,
-    host_seconds,
     kernel_times,
     loss_of,
     step_seconds,
@@ -42,6 +41,7 @@ PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 """tf32 is FP32 whose products may use TF32 on the tensor cores; fp32 is without."""
 _BATCHES_ON_GPU, _BATCHES_ON_CPU = 4, 2
 """Different batches that a measurement goes through in turn."""
+_HOST_STEPS = 5
 _WORK_PER_FORWARD = 3
 """A step's arithmetic over that of its forward pass: the backward pass does each product twice."""
 
@@ -136,7 +136,8 @@ def _measure_step(step: TrainStep, batches: list[Batch], steps: int) -> Result:
     spread = Spread.of(step_seconds(step, batches, steps))
     allocated = torch.cuda.max_memory_allocated(step.device) + graph_bytes(step.device)
     reserved = torch.cuda.max_memory_reserved(step.device)
-    split, host = _split(step, batches, steps), statistics.median(host_seconds(step, batches, 5))
+    split = _split(step, batches, steps)
+    host = _medians(_clocked(step, batches, _HOST_STEPS, idle=True).host_seconds())
     kernels = kernel_times(step, batches)
     return Result(
         "",
@@ -145,23 +146,34 @@ def _measure_step(step: TrainStep, batches: list[Batch], steps: int) -> Result:
         split=split,
         allocated_bytes=allocated,
         reserved_bytes=reserved,
-        host_s=host,
+        host_s=sum(host.values()),
+        host_by_part=host,
         kernel_s=kernels.seconds,
         launches=kernels.launches,
         loss=loss,
     )
 
 
-def _split(step: TrainStep, batches: list[Batch], steps: int) -> Split:
+def _clocked(step: TrainStep, batches: list[Batch], steps: int, idle: bool = False) -> PartClock:
+    """A clock that has seen `steps` steps, each begun on an idle device if asked for."""
     model = step.state.model
     present = dict(model.named_modules())
     clock = PartClock(model, [part for part in PARTS if part in present], step.device)
     with clock.attached():
-        for number, batch in enumerate(itertools.islice(itertools.cycle(batches), max(2, steps // 2))):
+        for number, batch in enumerate(itertools.islice(itertools.cycle(batches), steps)):
+            if idle:
+                torch.cuda.synchronize(step.device)
             with clock.step():
                 step.run([batch], number)
-    measured = clock.seconds()
-    medians = {name: statistics.median(times.get(name, 0.0) for times in measured) for name in measured[0]}
+    return clock
+
+
+def _medians(measured: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(times.get(name, 0.0) for times in measured) for name in measured[0]}
+
+
+def _split(step: TrainStep, batches: list[Batch], steps: int) -> Split:
+    medians = _medians(_clocked(step, batches, max(2, steps // 2)).seconds())
     forward, backward = (_below(f"{phase}/", medians) for phase in ("forward", "backward"))
     return Split(
         data=medians["data"],

@@ -53,7 +53,9 @@ class Result:
     reserved_bytes: int | None = None
     """Peak of what the allocator took from the device."""
     host_s: float | None = None
-    """Median time that the host needs to launch a step on an idle GPU."""
+    """Time that the host needs to launch a step on an idle GPU: the sum of `host_by_part`, which are medians."""
+    host_by_part: dict[str, float] | None = None
+    """By the names of `PartClock`."""
     kernel_s: float | None = None
     """Time that a GPU's kernels and copies take in a step, one after the other."""
     launches: float | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from bevctl.console import RenderableType, table
 from bevctl.measure.bench_compare import Comparison
@@ -13,9 +13,10 @@ _NONE = "-"
 
 
 def tables(report: Report) -> list[RenderableType]:
-    """The whole step, then its parts, then the ratios."""
+    """The whole step, its parts, what they cost the host of a GPU, and the ratios."""
     measured = [result for result in report.results if result.step_s is not None]
-    return [_steps(report.results), _parts(measured), *([_ratios(report)] if report.ratios() else [])]
+    hosts = [_host(measured)] if any(result.host_by_part for result in measured) else []
+    return [_steps(report.results), _parts(measured), *hosts, *([_ratios(report)] if report.ratios() else [])]
 
 
 def _steps(results: Sequence[Result]) -> RenderableType:
@@ -54,6 +55,21 @@ def _parts(results: Sequence[Result]) -> RenderableType:
     rows.append(["all parts", *(f"{_ms(split.forward)} / {_ms(split.backward)}" for split in splits)])
     rows.append(["optimizer", *(_ms(split.optimizer) for split in splits)])
     return table(["part", *(result.precision for result in results)], rows, title="Forward / backward, ms")
+
+
+def _host(results: Sequence[Result]) -> RenderableType:
+    """What the host needs to launch the forward / backward of each part, one column a precision."""
+    hosts = [result.host_by_part for result in results if result.host_by_part is not None]
+    parts = dict.fromkeys(name.partition("/")[2] or name for host in hosts for name in host)
+    rows = [[part, *(_launching(part, host) for host in hosts)] for part in parts]
+    return table(["part", *(result.precision for result in results)], rows, title="Launching from the host, ms")
+
+
+def _launching(part: str, host: Mapping[str, float]) -> str:
+    if part in host:
+        return _ms(host[part])
+    pair = (host.get(f"{phase}/{part}") for phase in ("forward", "backward"))
+    return " / ".join(_NONE if seconds is None else _ms(seconds) for seconds in pair)
 
 
 def _ratios(report: Report) -> RenderableType:

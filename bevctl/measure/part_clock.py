@@ -8,6 +8,7 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,8 +50,8 @@ class PartClock:
 
     def __init__(self, model: nn.Module, parts: Sequence[str], device: torch.device) -> None:
         self._model, self._parts, self._device = model, parts, device
-        self._marks: list[tuple[str, Instant]] = []
-        self._steps: list[list[tuple[str, Instant]]] = []
+        self._marks: list[_Mark] = []
+        self._steps: list[list[_Mark]] = []
         self._in_backward = self._end_awaited = False
 
     @contextlib.contextmanager
@@ -83,10 +84,14 @@ class PartClock:
         """Time by name of every step so far; waits for the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return [_durations(marks) for marks in self._steps]
+        return [_durations([(mark.name, mark.instant) for mark in marks]) for marks in self._steps]
+
+    def host_seconds(self) -> list[dict[str, float]]:
+        """The same of the host, which launches a GPU's work ahead of it."""
+        return [_durations([(mark.name, mark.host) for mark in marks]) for marks in self._steps]
 
     def _mark(self, name: str) -> None:
-        self._marks.append((name, now(self._device)))
+        self._marks.append(_Mark(name, now(self._device), time.perf_counter()))
 
     def _enter(self, name: str) -> None:
         if not self._in_backward:  # where activations are recomputed, parts run again there
@@ -132,7 +137,16 @@ class PartClock:
         self._mark("optimizer")
 
 
-def _durations(marks: list[tuple[str, Instant]]) -> dict[str, float]:
+@dataclass(frozen=True)
+class _Mark:
+    """What starts, when it does on the device, and when the host came there."""
+
+    name: str
+    instant: Instant
+    host: float
+
+
+def _durations(marks: Sequence[tuple[str, Instant]]) -> dict[str, float]:
     times: dict[str, float] = defaultdict(float)
     for (name, start), (_, end) in itertools.pairwise(marks):
         times[name] += seconds_between(start, end)

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import itertools
 import statistics
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 
@@ -65,18 +64,6 @@ def step_seconds(step: TrainStep, batches: Sequence[Batch], steps: int) -> list[
     if step.device.type == "cuda":
         torch.cuda.synchronize(step.device)
     return [seconds_between(start, end) for start, end in itertools.pairwise(instants)]
-
-
-def host_seconds(step: TrainStep, batches: Sequence[Batch], steps: int) -> list[float]:
-    """Time that the host needs to launch each of `steps` steps on an idle device."""
-    times = []
-    for number in range(steps):
-        torch.cuda.synchronize(step.device)
-        started = time.perf_counter()
-        step.run([batches[number % len(batches)]], number)
-        times.append(time.perf_counter() - started)
-    torch.cuda.synchronize(step.device)
-    return times
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from pathlib import Path
 
@@ -11,9 +12,11 @@ import torch
 from PIL import Image
 
 from bevctl.config.schema import Config
+from bevctl.console import Console
 from bevctl.measure.bench import bench, default_precisions, matmul_rate
 from bevctl.measure.bench_picture import draw
 from bevctl.measure.bench_report import Report, Result, Spread
+from bevctl.measure.bench_text import tables
 from bevctl.measure.timing import build_step, loss_of, step_seconds
 from tests.models.nano import nano_batch, nano_config
 
@@ -77,6 +80,16 @@ def test_the_picture_shows_what_was_measured(report: Report) -> None:
     assert picture.width == 960
     assert {(33, 118, 214), (235, 108, 20), (0, 146, 136)} <= colors  # forward, backward, memory
     assert isinstance(picture, Image.Image)
+
+
+def test_the_tables_show_what_the_host_launches(report: Report) -> None:
+    launched = {"data": 1e-3, "forward/fuser": 2e-3, "backward/fuser": 3e-3}
+    result = dataclasses.replace(report.results[0], host_s=6e-3, host_by_part=launched)
+    out = io.StringIO()
+    for shown in tables(dataclasses.replace(report, results=[result])):
+        Console(out, out).result(shown)
+    assert "2.00 / 3.00" in out.getvalue()
+    assert "Launching" in out.getvalue()
 
 
 def test_a_precision_without_memory_keeps_the_others() -> None:

@@ -100,3 +100,13 @@ def test_every_step_is_told_and_the_hooks_go() -> None:
     assert first.keys() == second.keys()
     assert not model._forward_hooks
     assert not model.first._forward_pre_hooks
+
+
+def test_on_a_cpu_the_host_does_the_work() -> None:
+    model = _Model()
+    clock = PartClock(model, PARTS, CPU)
+    with clock.attached(), clock.step():
+        model(torch.ones(2))["loss/object/sum"].backward()
+    (times,), (host,) = clock.seconds(), clock.host_seconds()
+    assert times.keys() == host.keys()
+    assert sum(host.values()) == pytest.approx(sum(times.values()), rel=0.05)
