@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import bevctl
 from bevctl.diagnose.bundle import Bundle
 from bevctl.diagnose.checkpoint_scan import BEYOND_FP16, Scan
+from bevctl.diagnose.evidence import evidence_of, named_samples, suspects_of, where_of
 from bevctl.diagnose.ideas import Ladder, fixed_scales, for_divergence, for_range, for_samples
+from bevctl.diagnose.rehearsal import Result
 from bevctl.diagnose.report import DiagnoseFinding, Remedy
 from bevctl.finding import Evidence, Severity
-from bevctl.numerics.extent import Extent
-from bevctl.numerics.formats import short_name
-from bevctl.numerics.place import Place
-from bevctl.numerics.record import Culprit, OpRecord
+from bevctl.numerics.record import Culprit
 
 RANGE, CODE, DATA, STATE, TRANSIENT = "NAN201", "NAN202", "NAN203", "NAN204", "NAN205"
-LOSS_SCALE, DIVERGENCE, HIDDEN, NEXT = "NAN206", "NAN207", "NAN208", "NAN209"
+LOSS_SCALE, DIVERGENCE, HIDDEN, KERNEL = "NAN206", "NAN207", "NAN208", "NAN209"
 _GROWN = 10.0
 """A loss this many times its lowest in the recorded steps runs away."""
 _USUAL = 1e8
@@ -47,11 +44,15 @@ class Scene:
     culprit: Culprit | None
     state: Scan
     """Of the state before the step."""
+    replayed: Result
+    """The step without instruments."""
+    kernels_only: bool = False
+    """It is not finite with bevctl's own kernels, and finite with torch's operations."""
 
     @property
-    def tokens(self) -> list[str]:
-        """Samples of the step."""
-        return [token for batch in self.bundle.batches for token in batch.tokens]
+    def tokens(self) -> list[list[str]]:
+        """Samples of the step, batch by batch."""
+        return [batch.tokens for batch in self.bundle.batches]
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def cause_of(scene: Scene) -> Cause | None:
     if _spoiled(scene):
         return _of_state(scene)
     if culprit is None:
-        return None
+        return _of_kernels() if scene.kernels_only else _of_norm(scene)
     if culprit.kind == "data" or culprit.verdict.kind == "data" or culprit.faults:
         return _of_data(scene, culprit)
     runaway = _runaway(scene, culprit)
@@ -113,54 +114,6 @@ def growth_of(ring: Sequence[dict[str, object]]) -> float:
     return losses[-1] / min(losses) if losses else 1.0
 
 
-def where_of(place: Place) -> str:
-    """Module, file and line of an operation; the file below the package or the working directory."""
-    file = Path(place.file)
-    roots = (Path(bevctl.__file__).parents[1], Path.cwd())
-    shown = next((file.relative_to(root) for root in roots if file.is_relative_to(root)), file)
-    line = f"{shown}:{place.line}" if place.file else "no line known"
-    return f"{place.module or 'the model itself'}, {line}"
-
-
-def _operation(record: OpRecord) -> Iterator[Evidence]:
-    outputs = [extent for extent in record.outputs if extent.bad] or list(record.outputs)
-    inputs = "; ".join(_in_words(extent) for extent in record.inputs) or "nothing"
-    gives = "; ".join(_in_words(extent) for extent in outputs)
-    kind = f"{record.phase} {record.op}" + (f" in {record.node}" if record.node else "")
-    yield Evidence(where_of(record.place), f"{kind}: from {inputs}, it gives {gives}")
-
-
-def _in_words(extent: Extent) -> str:
-    """For example "float16 (2, 8) -3..40,000 with 2 infinite"."""
-    bad = ", ".join(f"{count:,} {name}" for count, name in ((extent.nan, "NaN"), (extent.inf, "infinite")) if count)
-    shape = "x".join(map(str, extent.shape)) or "scalar"
-    return f"{short_name(extent.dtype)} {shape} in {extent.low:.5g}..{extent.high:.5g}" + (
-        f" with {bad}" if bad else ""
-    )
-
-
-def _evidence(scene: Scene, culprit: Culprit) -> tuple[Evidence, ...]:
-    said = list(_operation(culprit.record))
-    if culprit.verdict.what:
-        said.append(Evidence("done again in a wider format", culprit.verdict.what))
-    if culprit.reached:
-        more = f" and {len(culprit.reached) - 6} more" if len(culprit.reached) > 6 else ""
-        said.append(Evidence("it reached", ", ".join(culprit.reached[:6]) + more))
-    if culprit.inherited:
-        said.append(Evidence("inherited", f"{culprit.inherited} later operations are not finite for no other reason"))
-    suspects = suspect_tokens(scene, culprit)
-    if suspects and len(suspects) < len(scene.tokens):
-        said.append(Evidence("samples", ", ".join(suspects)))
-    return tuple(said)
-
-
-def suspect_tokens(scene: Scene, culprit: Culprit) -> list[str]:
-    """Tokens of the samples that the numbers point at; all of the step where they do not tell."""
-    positions = {i for fault in culprit.faults for i in fault.samples} or set(culprit.samples or ())
-    named = [scene.tokens[i] for i in sorted(positions) if i < len(scene.tokens)]
-    return named or scene.tokens
-
-
 def _spoiled(scene: Scene) -> list[DiagnoseFinding]:
     """What of the state cannot be real; weights too large for FP16 can, and show in an operation."""
     return [f for f in scene.state.findings if f.severity is Severity.FAIL and f.id != BEYOND_FP16]
@@ -187,32 +140,54 @@ def _without_path(title: str) -> str:
 
 
 def _of_data(scene: Scene, culprit: Culprit) -> Cause:
-    suspects = suspect_tokens(scene, culprit)
-    faults = [Evidence(_names(scene, fault.samples), fault.what) for fault in culprit.faults]
-    named = len(suspects) < len(scene.tokens) or len(scene.tokens) == 1
+    suspected = suspects_of(culprit, scene.tokens)
+    faults = [
+        Evidence(", ".join(named_samples(fault.samples, scene.tokens)) or "data", fault.what)
+        for fault in culprit.faults
+    ]
+    samples = sum(map(len, scene.tokens))
+    named = len(suspected) < samples or samples == 1
     return Cause(
         DiagnoseFinding(
             DATA,
             Severity.FAIL,
             0.95 if faults else 0.8,
-            f"The data of {'sample ' + ', '.join(suspects) if named else 'this step'} cannot be learned from",
-            (*faults, *_evidence(scene, culprit)),
+            f"The data of {'sample ' + ', '.join(suspected) if named else 'this step'} cannot be learned from",
+            (*faults, *evidence_of(culprit, scene.tokens)),
             "What went into the model was already not finite, or cannot be real; every model would fail on it.",
         ),
-        for_samples(scene.bundle.before.config, suspects),
+        for_samples(scene.bundle.before.config, suspected),
     )
 
 
-def _names(scene: Scene, positions: Sequence[int]) -> str:
-    return ", ".join(scene.tokens[i] for i in positions if i < len(scene.tokens)) or "unknown"
+def _of_kernels() -> Cause:
+    way_out = Remedy({}, "run with BEVCTL_KERNELS=torch in the environment, and report the bundle as a defect", True)
+    return Cause(
+        DiagnoseFinding(
+            KERNEL,
+            Severity.FAIL,
+            0.9,
+            "Only bevctl's own kernels give numbers that are not finite",
+            (Evidence("replayed with torch's operations", "finite"), Evidence("with the kernels", "not finite")),
+            "State and data are sound, and so are the operations as torch computes them.",
+            (way_out,),
+        )
+    )
 
 
-def _of_divergence(scene: Scene, culprit: Culprit, sign: str) -> Cause:
+def _of_norm(scene: Scene) -> Cause | None:
+    """Every gradient is finite, and their norm is not: they are too large for its sum of squares."""
+    if not math.isfinite(scene.replayed.loss) or math.isfinite(scene.replayed.grad_norm):
+        return None
+    return _of_divergence(scene, None, "each gradient is finite, but the norm of all is not")
+
+
+def _of_divergence(scene: Scene, culprit: Culprit | None, sign: str) -> Cause:
     incident, config = scene.bundle.incident, scene.bundle.before.config
     ring = [(step["iteration"], step["loss"]) for step in incident.ring[-6:]]
     course = ", ".join(f"{iteration}: {loss:.4g}" for iteration, loss in ring)
     ladders = for_divergence(config, incident.iteration)
-    if scene.precision != "fp32":
+    if scene.precision != "fp32" and culprit is not None:
         ladders += for_range(config, scene.precision, culprit.scopes)
     return Cause(
         DiagnoseFinding(
@@ -223,10 +198,10 @@ def _of_divergence(scene: Scene, culprit: Culprit, sign: str) -> Cause:
             (
                 Evidence("loss by iteration", course),
                 Evidence("learning rate", f"{incident.lr:.4g}"),
-                *_evidence(scene, culprit),
+                *(evidence_of(culprit, scene.tokens) if culprit is not None else ()),
             ),
-            "The weights moved too far in each step until numbers left their range; the operation below is only where "
-            "it showed first.",
+            "The weights moved too far in each step until numbers left their range; where it showed first is not the "
+            "cause.",
         ),
         ladders,
     )
@@ -243,7 +218,7 @@ def _of_range(scene: Scene, culprit: Culprit) -> Cause:
             Severity.FAIL,
             0.9,
             f"Gradients of {name} do not fit {half} at a loss scale of {incident.loss_scale:g}",
-            _evidence(scene, culprit),
+            evidence_of(culprit, scene.tokens),
             "The forward pass is finite; its gradients, times the loss scale, leave the range of the format.",
         )
         return Cause(finding, [fixed_scales(incident.loss_scale), *ladders, *after])
@@ -252,10 +227,10 @@ def _of_range(scene: Scene, culprit: Culprit) -> Cause:
         Severity.FAIL,
         0.95,
         f"{half} {culprit.verdict.kind} in {name}: {culprit.record.op}",
-        _evidence(scene, culprit),
+        evidence_of(culprit, scene.tokens),
         f"The numbers are sound, but not all of them fit {half}: the same operation is finite in FP32.",
     )
-    samples = for_samples(config, suspect_tokens(scene, culprit))
+    samples = for_samples(config, suspects_of(culprit, scene.tokens))
     return Cause(finding, [*ladders, fixed_scales(incident.loss_scale), *samples, *after])
 
 
@@ -264,16 +239,18 @@ def _of_code(scene: Scene, culprit: Culprit) -> Cause:
     # The autograd node names the operation of the forward pass, which is the one in the code.
     names = (culprit.record.node.lower(), culprit.record.op.lower())
     advice = next((text for name in names for part, text in _ADVICE.items() if part in name), None)
+    outcome = "leaves the range of FP32" if culprit.verdict.is_range else "is not finite in any number format"
     own = f"change the code at {where_of(culprit.record.place)}: {advice or 'keep its inputs where it is defined'}"
     return Cause(
         DiagnoseFinding(
             CODE,
             Severity.FAIL,
             0.9 if culprit.verdict.kind == "code" else 0.6,
-            f"{culprit.record.op} in {culprit.module or 'the model itself'} is not finite in any number format",
-            _evidence(scene, culprit),
-            "Its inputs are finite, and it is not defined for them: a defect of the code, or a case that it forgot.",
+            f"{culprit.record.op} in {culprit.module or 'the model itself'} {outcome}",
+            evidence_of(culprit, scene.tokens),
+            "Its inputs are finite, and it is not defined for them, or grows beyond every range: a defect of the code, or "
+            "a case that was forgotten.",
             (Remedy({}, own),),
         ),
-        for_samples(config, suspect_tokens(scene, culprit)),
+        for_samples(config, suspects_of(culprit, scene.tokens)),
     )

@@ -11,7 +11,7 @@ from bevctl.batch import Batch
 from bevctl.config.load import load
 from bevctl.data.nuscenes import NuScenesDataset
 from bevctl.diagnose.bundle import Moment, moment_of, steps_after
-from bevctl.diagnose.cause import where_of
+from bevctl.diagnose.evidence import where_of
 from bevctl.diagnose.headroom import headroom
 from bevctl.diagnose.rehearsal import rehearse
 from bevctl.diagnose.report import DiagnoseFinding, DiagnoseRequest, Diagnosis, Remedy, Status, status_of

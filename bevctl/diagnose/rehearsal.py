@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import time
 from collections.abc import Mapping
@@ -67,6 +68,8 @@ def rehearse(moment: Moment, changes: Mapping[str, Any] | None = None) -> Rehear
     Raises:
         BevctlError: the device cannot do the precision, or a value does not fit the config or the model.
     """
+    if moment.device.type == "cuda":
+        gc.collect()  # the model before this one may hold itself through its wrapped methods
     config = changed(moment.config, changes or {})
     precision = resolve_precision(config.precision.dtype, moment.device)
     length = moment.setting.iters_per_epoch

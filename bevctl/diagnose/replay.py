@@ -34,6 +34,7 @@ from bevctl.finding import Evidence, Severity
 from bevctl.numerics.ranges import ModuleRange, RangeCounter
 from bevctl.numerics.record import Culprit
 from bevctl.numerics.trace import Trace
+from bevctl.ops.backend import forced
 
 REPEATS = 3
 """Replays of a step before it is called one that does not come again."""
@@ -58,7 +59,7 @@ def diagnose_replay(request: DiagnoseRequest) -> Diagnosis:
             replays = list(_replays(bundle))
             if not replays[-1].is_finite:
                 looked_at.append(_likeness(bundle, replays[0]))
-                return _explained(bundle, looked_at, request.say)
+                return _explained(bundle, replays[-1], looked_at, request.say)
     return _transient(bundle, replays, looked_at)
 
 
@@ -88,11 +89,12 @@ def _replays(bundle: Bundle) -> Iterator[Result]:
             return
 
 
-def _explained(bundle: Bundle, looked_at: list[str], say: Callable[[str], None]) -> Diagnosis:
+def _explained(bundle: Bundle, replayed: Result, looked_at: list[str], say: Callable[[str], None]) -> Diagnosis:
     say("Looking for the first operation that was not finite")
     traced = trace_step(bundle)
     state = scan_checkpoints([bundle.folder / STATE_FILE], traced.precision == "fp16", say)
-    cause = cause_of(Scene(bundle, traced.precision, traced.culprit, state))
+    kernels_only = traced.culprit is None and _is_finite_in_torch(bundle)
+    cause = cause_of(Scene(bundle, traced.precision, traced.culprit, state, replayed, kernels_only))
     if cause is None:
         looked_at.append("No single operation explains it: the replay under instruments was finite throughout.")
         return Diagnosis(Status.INCONCLUSIVE, (), looked_at, (), _facts(bundle))
@@ -130,6 +132,11 @@ def _trace(bundle: Bundle, changes: Mapping[str, Any] | None, keep: Sequence[int
     with Trace(rehearsal.state.model, counter, keep) as trace:
         rehearsal.step.gradients(bundle.batches)
     return Traced(rehearsal.precision.name, trace.first_bad(), counter.ranges())
+
+
+def _is_finite_in_torch(bundle: Bundle) -> bool:
+    with forced("torch"):
+        return rehearse(bundle.before).run(bundle.batches).is_finite
 
 
 def _next_to_break(bundle: Bundle, traced: Traced, finding: DiagnoseFinding) -> list[Table]:

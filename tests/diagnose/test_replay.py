@@ -113,6 +113,20 @@ def test_a_logarithm_of_zero_is_a_defect_of_the_code(
     assert _cures(finding) == []
 
 
+def test_gradients_whose_norm_alone_overflows(invoke: Invoke, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults.use(faults.built_with(lambda bev: bev + _with_gradient(bev, 1e25)), monkeypatch)
+    config = faults.write_config(data, Path("c.yaml"))
+    _train(invoke, config, "--max-iters", "1")
+    finding = _replay(invoke)["findings"][0]
+    assert finding["id"] == "NAN207"
+    assert "the norm of all is not" in finding["title"]
+
+
+def _with_gradient(bev: Tensor, factor: float) -> Tensor:
+    """Zeros whose slope is `factor`."""
+    return (bev - bev.detach()) * factor
+
+
 def test_a_root_whose_slope_is_infinite_shows_in_the_backward_pass_only(
     invoke: Invoke, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

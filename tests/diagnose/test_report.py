@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bevctl.config.load import load
 from bevctl.console import Console
-from bevctl.diagnose import nan
+from bevctl.diagnose import accuracy_drop, cause, nan, nan_forecast
 from bevctl.diagnose.fix import write_fix
 from bevctl.diagnose.report import (
     DiagnoseFinding,
@@ -24,6 +26,7 @@ from bevctl.diagnose.report import (
 )
 from bevctl.diagnose.screen import picture
 from bevctl.errors import ExitCode
+from bevctl.explain import explanations
 from bevctl.finding import Evidence, Severity
 
 from ..conftest import Outcome
@@ -149,3 +152,10 @@ def test_wrong_words_are_usage_errors(invoke: Invoke, tmp_path: Path, monkeypatc
     ):
         refused = invoke("diagnose", *options)
         assert (refused.code, message in refused.err) == (2, True)
+
+
+@pytest.mark.parametrize("module", [cause, nan_forecast, accuracy_drop])
+def test_every_id_is_explained(module: Any) -> None:
+    ids = [value for name, value in vars(module).items() if name.isupper() and re.fullmatch(r"[A-Z]+\d{3}", str(value))]
+    assert len(ids) >= 3
+    assert explanations().keys() >= set(ids)
