@@ -248,8 +248,8 @@ def _of_code(scene: Scene, culprit: Culprit) -> Cause:
             0.9 if culprit.verdict.kind == "code" else 0.6,
             f"{culprit.record.op} in {culprit.module or 'the model itself'} {outcome}",
             evidence_of(culprit, scene.tokens),
-            "Its inputs are finite, and it is not defined for them, or grows beyond every range: a defect of the code, or "
-            "a case that was forgotten.",
+            "Its inputs are finite, and it is not defined for them, or grows beyond every range: a defect of the code, "
+            "or a case that was forgotten.",
             (Remedy({}, own),),
         ),
         for_samples(config, suspects_of(culprit, scene.tokens)),
