@@ -16,6 +16,7 @@ from bevctl.data.loader import EpochSampler, collate, make_loader
 from bevctl.data.nuscenes import Item, NuScenesDataset
 from bevctl.data.synth.street import street_sample
 from bevctl.data.transforms import build_transforms
+from bevctl.errors import BevctlError
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ def _from_data_set(config: Config, count: int, info: Path) -> Inputs:
     loader = make_loader(dataset, sampler, workers=min(config.train.workers, count))
     batches, instants = [], []
     for batch in itertools.islice(loader, count):
+        if batch.problems:
+            raise BevctlError(
+                f"The data set cannot be read: {batch.problems[0]}", "Repair it, or set data.root elsewhere."
+            )
         instants.append(time.perf_counter())
         batches.append(batch)
     waits = len(batches) - 1

@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
+from bevctl.config.load import load
 from bevctl.config.schema import Config
 from bevctl.console import Console
+from bevctl.errors import BevctlError
 from bevctl.measure.bench import bench, default_precisions, matmul_rate
+from bevctl.measure.bench_inputs import make_inputs
 from bevctl.measure.bench_picture import draw
 from bevctl.measure.bench_report import Report, Result, Spread
 from bevctl.measure.bench_text import tables
@@ -118,12 +122,18 @@ def test_a_timed_step_trains() -> None:
 
 
 def test_batches_come_from_the_data_set_where_there_is_one(synth_root: Path) -> None:
-    from bevctl.config.load import load
-    from bevctl.measure.bench_inputs import make_inputs
-
     config = load("tiny", options={"data.root": str(synth_root), "train.workers": 0}).config
     inputs = make_inputs(config, 2, pin=False)
     assert inputs.source == str(synth_root / "synth_infos_train.pkl")
     assert len(inputs.batches) == 2
     assert inputs.loading_s is not None
     json.dumps(dataclasses.asdict(dataclasses.replace(inputs, batches=[])))
+
+
+def test_an_unreadable_sample_is_told(synth_root: Path, tmp_path: Path) -> None:
+    shutil.copytree(synth_root, tmp_path / "set")
+    for cloud in (tmp_path / "set").rglob("*.pcd.bin"):
+        cloud.write_bytes(b"")
+    config = load("tiny", options={"data.root": str(tmp_path / "set"), "train.workers": 0}).config
+    with pytest.raises(BevctlError, match=r"pcd\.bin"):
+        make_inputs(config, 1, pin=False)
