@@ -127,22 +127,35 @@ class _Normalise(torch.autograd.Function):
     ) -> Tensor:
         shortcut = None if shortcut is None else shortcut.contiguous()
         out: Tensor = ops.apply(features, statistics, weight, bias, shortcut, relu)
-        ctx.save_for_backward(features, out if relu else features, weight, statistics)
+        kept = out if relu and shortcut is not None else None
+        ctx.save_for_backward(features, kept, weight, bias, statistics)
         ctx.shortcut, ctx.relu, ctx.ops, ctx.shared = shortcut is not None, relu, ops, shared
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        features, out, weight, statistics = ctx.saved_tensors
-        ops = ctx.ops
+        features, out, weight, bias, statistics = ctx.saved_tensors
         grad = grad.contiguous()
-        own = ops.sums(grad, features, out, statistics, ctx.relu)
+        own = ctx.ops.sums(grad, features, out, statistics, weight, bias, ctx.relu)
         total = own
         if ctx.shared:
             total = own.clone()
             distributed.all_reduce(total)
-        feature_grad, shortcut_grad = ops.gradients(
-            grad, features, out, statistics, weight, total, ctx.shortcut, ctx.relu
+        feature_grad, shortcut_grad = ctx.ops.gradients(
+            grad, features, out, statistics, weight, bias, total, ctx.shortcut, ctx.relu
         )
         return feature_grad, shortcut_grad, own[1].to(weight.dtype), own[0].to(weight.dtype), None, None, None, None
+
+
+def norm_of(tensor: Tensor) -> Any:
+    """The node of the graph that made `tensor`, if it is a norm without a shortcut, else None."""
+    node: Any = tensor.grad_fn
+    return node if getattr(node, "_forward_cls", None) is _Normalise and not node.shortcut else None
+
+
+def made_again(norm: Any) -> Tensor:
+    """The result of a norm found by `norm_of`, before its backward pass: cheaper to make again than to keep."""
+    features, _, weight, bias, statistics = norm.saved_tensors
+    result: Tensor = norm.ops.apply(features, statistics, weight, bias, None, norm.relu)
+    return result

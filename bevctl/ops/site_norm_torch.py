@@ -64,23 +64,32 @@ def apply(
     return (out.relu() if relu else out).to(features.dtype)
 
 
-def _passed(grad: Tensor, out: Tensor, relu: bool) -> Tensor:
-    """Gradient before the ReLU."""
-    return _wide(grad).where(out > 0, 0) if relu else _wide(grad)
+def _passed(
+    grad: Tensor, features: Tensor, out: Tensor | None, statistics: Tensor, weight: Tensor, bias: Tensor, relu: bool
+) -> Tensor:
+    """Gradient before the ReLU; without a shortcut, what went into the ReLU is made again."""
+    if not relu:
+        return _wide(grad)
+    return _wide(grad).where((_normalised(features, statistics) * weight + bias if out is None else out) > 0, 0)
 
 
-def sums(grad: Tensor, features: Tensor, out: Tensor, statistics: Tensor, relu: bool) -> Tensor:
-    """(2, C) sums of the gradient before the ReLU, plain and weighted by normalised features."""
-    passed = _passed(grad, out, relu)
+def sums(
+    grad: Tensor, features: Tensor, out: Tensor | None, statistics: Tensor, weight: Tensor, bias: Tensor, relu: bool
+) -> Tensor:
+    """(2, C) sums of the gradient before the ReLU, plain and weighted by normalised features.
+
+    `out` is the result where there was a shortcut.
+    """
+    passed = _passed(grad, features, out, statistics, weight, bias, relu)
     return torch.stack([passed.sum(0), (passed * _normalised(features, statistics)).sum(0)])
 
 
 def gradients(
-    grad: Tensor, features: Tensor, out: Tensor, statistics: Tensor, weight: Tensor, sums: Tensor,
-    shortcut: bool, relu: bool,
+    grad: Tensor, features: Tensor, out: Tensor | None, statistics: Tensor, weight: Tensor, bias: Tensor,
+    sums: Tensor, shortcut: bool, relu: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Gradients of features and shortcut, given `sums` over the rows that the statistics stand for."""
-    passed = _passed(grad, out, relu)
+    passed = _passed(grad, features, out, statistics, weight, bias, relu)
     plain, weighted = sums * statistics[2]
     feature_grad = (passed - plain - weighted * _normalised(features, statistics)) * weight * statistics[1]
     return feature_grad.to(features.dtype), passed.to(grad.dtype) if shortcut else None

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from bevctl.ops.backend import use_triton
 from bevctl.ops.rulebook import MAX_OFFSETS, RuleBook, Triple, ravel
+from bevctl.ops.site_norm import made_again, norm_of
 from bevctl.ops.sites import Sites, Window
 
 _TILED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -133,7 +134,8 @@ def sparse_conv(features: Tensor, weight: Tensor, rules: RuleBook) -> Tensor:
 
     Each output row sums over its neighbours and their channels. It runs in the autocast dtype (matrix units), or
     without autocast in the wider one of features and weight, and adds up in float32 inside. Sums have a fixed order,
-    so results repeat bit by bit. Only features and weight are kept for the backward pass, which gathers again.
+    so results repeat bit by bit. Only features and weight are kept for the backward pass, which gathers again;
+    features that a `SiteNorm` made without a shortcut are made again.
 
     Raises:
         ValueError: a kernel that does not fit the features or the rules.
@@ -151,7 +153,8 @@ def sparse_conv(features: Tensor, weight: Tensor, rules: RuleBook) -> Tensor:
     dtype = product_dtype(features, weight)
     fits = rules.outputs > 0 and rules.offsets <= MAX_OFFSETS and dtype in _TILED_DTYPES
     tiled = fits and use_triton(features)
-    out: Tensor = _RuleProduct.apply(features.to(dtype), weight, rules, tiled)
+    features = features.to(dtype)
+    out: Tensor = _RuleProduct.apply(features, weight, rules, tiled, norm_of(features))
     return out
 
 
@@ -167,16 +170,17 @@ class _RuleProduct(torch.autograd.Function):
     """out[i] = Σ over offsets of features[table[i, offset]] @ weight[offset], in tiles by Triton or in pieces."""
 
     @staticmethod
-    def forward(ctx: Any, features: Tensor, weight: Tensor, rules: RuleBook, tiled: bool) -> Tensor:
+    def forward(ctx: Any, features: Tensor, weight: Tensor, rules: RuleBook, tiled: bool, norm: Any) -> Tensor:
         features = features.contiguous()
         kernels = weight.to(features.dtype).reshape(-1, *weight.shape[3:])
-        ctx.save_for_backward(features, kernels)
+        ctx.norm = norm
+        ctx.save_for_backward(features if norm is None else None, kernels)
         ctx.rules, ctx.tiled, ctx.weight = rules, tiled, (weight.shape, weight.dtype)
         return _convolve(features, kernels, rules, tiled)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         features, kernels = ctx.saved_tensors
         rules, (shape, dtype) = ctx.rules, ctx.weight
         grad = grad.contiguous()
@@ -186,8 +190,9 @@ class _RuleProduct(torch.autograd.Function):
             back = rules if rules.mirrored else rules.transposed()
             feature_grad = _convolve(grad, kernels, back, ctx.tiled, reverse=rules.mirrored, transpose=True)
         if ctx.needs_input_grad[1]:
+            features = made_again(ctx.norm) if features is None else features
             weight_grad = _kernel_gradient(features, grad, rules, ctx.tiled).view(shape).to(dtype)
-        return feature_grad, weight_grad, None, None
+        return feature_grad, weight_grad, None, None, None
 
 
 def _convolve(

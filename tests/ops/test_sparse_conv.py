@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from bevctl.ops.rulebook import Triple, output_shape, ravel, strided_rules, submanifold_rules, unravel
+from bevctl.ops.site_norm import SiteNorm
 from bevctl.ops.sites import Sites, Window
 from bevctl.ops.sparse_conv import SparseConv3d, SparseTensor, SubMConv3d, sparse_conv
 from tests.ops.backends import BACKENDS, DEVICES, running
@@ -148,6 +149,31 @@ def test_same_bits_whatever_the_memory_format(name: str, device: str) -> None:
             results.append((out, *torch.autograd.grad(out, leaves, gradient)))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_the_result_of_a_norm_is_made_again_for_the_gradient() -> None:
+    x = random_tensor(7, 40, channels=4, dtype=torch.float32)
+    norm, first, second = SiteNorm(4), SubMConv3d(4, 4), SubMConv3d(4, 3)
+    kept: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.data_ptr())
+        return tensor
+
+    gradients = []
+    for name in BACKENDS:
+        kept.clear()
+        with running(name, "cpu"), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            y = first(x)
+            normed = norm(y.features, relu=True)
+            second(y.with_features(normed)).features.square().sum().backward()
+        assert (normed.data_ptr() in kept) == (name == "torch")
+        assert name == "torch" or y.features.data_ptr() in kept
+        gradients.append([p.grad for module in (norm, first, second) for p in module.parameters()])
+        for module in (norm, first, second):
+            module.zero_grad(set_to_none=True)
+    for expected, found in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_dense_is_channels_last_and_passes_gradients() -> None:

@@ -134,17 +134,25 @@ def _apply_kernel(
 
 
 @triton.jit
-def _passed(grad, out, place, valid, RELU: tl.constexpr):
-    """Gradient before the ReLU, float32."""
+def _passed(
+    grad, normalised, out, weight, bias, place, valid, channel, RELU: tl.constexpr, SHORTCUT: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Gradient before the ReLU, float32; without a shortcut, what went into the ReLU is made again."""
     value = tl.load(grad + place, mask=valid, other=0.0).to(tl.float32)
     if RELU:
-        value = tl.where(tl.load(out + place, mask=valid, other=0.0) > 0, value, 0.0)
+        if SHORTCUT:
+            passes = tl.load(out + place, mask=valid, other=0.0) > 0
+        else:
+            factor = tl.load(weight + channel, mask=channel < C, other=0.0)[None, :]
+            passes = normalised * factor + tl.load(bias + channel, mask=channel < C, other=0.0)[None, :] > 0
+        value = tl.where(passes, value, 0.0)
     return value
 
 
 @sized("rows", "share")
 def _sum_kernel(
-    grad, features, out, statistics, sums, rows, share, RELU: tl.constexpr,
+    grad, features, out, statistics, weight, bias, sums, rows, share, RELU: tl.constexpr, SHORTCUT: tl.constexpr,
     C: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     channel = tl.arange(0, CHANNELS)
@@ -156,9 +164,10 @@ def _sum_kernel(
         row = first + tl.arange(0, ROWS)
         valid = (row < end)[:, None] & (channel < C)[None, :]
         place = row[:, None] * C + channel[None, :]
-        value = _passed(grad, out, place, valid, RELU)
+        normalised = _normalised(features, place, valid, channel, statistics, C)
+        value = _passed(grad, normalised, out, weight, bias, place, valid, channel, RELU, SHORTCUT, C)
         plain += value
-        weighted += value * _normalised(features, place, valid, channel, statistics, C)
+        weighted += value * normalised
     into = sums + tl.program_id(0) * 2 * C + channel
     tl.store(into, tl.sum(plain, axis=0), mask=channel < C)
     tl.store(into + C, tl.sum(weighted, axis=0), mask=channel < C)
@@ -166,7 +175,7 @@ def _sum_kernel(
 
 @sized("rows")
 def _gradient_kernel(
-    grad, features, out, statistics, weight, sums, feature_grad, shortcut_grad, rows,
+    grad, features, out, statistics, weight, bias, sums, feature_grad, shortcut_grad, rows,
     RELU: tl.constexpr, SHORTCUT: tl.constexpr, C: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     channel = tl.arange(0, CHANNELS)
@@ -174,7 +183,8 @@ def _gradient_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid = (row < rows)[:, None] & inside[None, :]
     place = row[:, None] * C + channel[None, :]
-    value = _passed(grad, out, place, valid, RELU)
+    normalised = _normalised(features, place, valid, channel, statistics, C)
+    value = _passed(grad, normalised, out, weight, bias, place, valid, channel, RELU, SHORTCUT, C)
     if SHORTCUT:
         tl.store(shortcut_grad + place, value.to(shortcut_grad.dtype.element_ty), mask=valid)
     factor = tl.load(weight + channel, mask=inside, other=0.0) * tl.load(
@@ -183,7 +193,7 @@ def _gradient_kernel(
     share = tl.load(statistics + 2 * C + channel, mask=inside, other=0.0)
     plain = (tl.load(sums + channel, mask=inside, other=0.0) * share)[None, :]
     weighted = (tl.load(sums + C + channel, mask=inside, other=0.0) * share)[None, :]
-    value -= plain + weighted * _normalised(features, place, valid, channel, statistics, C)
+    value -= plain + weighted * normalised
     tl.store(feature_grad + place, (value * factor[None, :]).to(feature_grad.dtype.element_ty), mask=valid)
 
 
@@ -243,19 +253,27 @@ def apply(
     return out
 
 
-def sums(grad: Tensor, features: Tensor, out: Tensor, statistics: Tensor, relu: bool) -> Tensor:
-    """(2, C) float32 sums of the gradient before the ReLU, plain and weighted by normalised features."""
+def sums(
+    grad: Tensor, features: Tensor, out: Tensor | None, statistics: Tensor, weight: Tensor, bias: Tensor, relu: bool
+) -> Tensor:
+    """(2, C) float32 sums of the gradient before the ReLU, plain and weighted by normalised features.
+
+    `out` is the result where there was a shortcut.
+    """
     rows, channels = features.shape
     sizes = _sizes(channels)
     programs, share = _shares(rows, sizes["ROWS"])
     parts = torch.empty(programs, 2, channels, dtype=torch.float32, device=features.device)
-    launch(_sum_kernel, (programs,), grad, features, out, statistics, parts, rows, share, RELU=relu, **sizes)
+    launch(
+        _sum_kernel, (programs,), grad, features, features if out is None else out, statistics, weight, bias, parts,
+        rows, share, RELU=relu, SHORTCUT=out is not None, **sizes,
+    )  # fmt: skip
     return parts.sum(0)
 
 
 def gradients(
-    grad: Tensor, features: Tensor, out: Tensor, statistics: Tensor, weight: Tensor, sums: Tensor,
-    shortcut: bool, relu: bool,
+    grad: Tensor, features: Tensor, out: Tensor | None, statistics: Tensor, weight: Tensor, bias: Tensor,
+    sums: Tensor, shortcut: bool, relu: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Gradients of features and shortcut, given `sums` over the rows that the statistics stand for."""
     rows, channels = features.shape
@@ -263,8 +281,8 @@ def gradients(
     feature_grad = torch.empty_like(features)
     shortcut_grad = torch.empty_like(features) if shortcut else None
     launch(
-        _gradient_kernel, (blocks(rows, sizes["ROWS"]),), grad, features, out, statistics, weight, sums,
-        feature_grad, feature_grad if shortcut_grad is None else shortcut_grad, rows,
+        _gradient_kernel, (blocks(rows, sizes["ROWS"]),), grad, features, features if out is None else out,
+        statistics, weight, bias, sums, feature_grad, feature_grad if shortcut_grad is None else shortcut_grad, rows,
         RELU=relu, SHORTCUT=shortcut, **sizes,
     )  # fmt: skip
     return feature_grad, shortcut_grad
