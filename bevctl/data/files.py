@@ -51,7 +51,8 @@ class ImageFile:
             with Image.open(io.BytesIO(self.data)) as image:
                 if factor > 1:
                     image.draft("RGB", (self.size[0] // factor, self.size[1] // factor))
-                return image.convert("RGB")
+                image.load()
+                return image if image.mode == "RGB" else image.convert("RGB")
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise _unreadable(self.path, str(error)) from None
 
@@ -93,9 +94,10 @@ def read_points(path: Path) -> NDArray[np.float32]:
     if len(values) == 0 or len(values) % row_bytes:
         raise _unreadable(path, f"{len(values)} bytes are not a whole number of points of {row_bytes} bytes")
     points = values.view(np.float32).reshape(-1, POINT_FEATURES)
-    finite = np.isfinite(points).all(axis=1)
+    finite = np.isfinite(points)
     if finite.all():
         return points
+    finite = finite.all(axis=1)
     _report_dropped(path, int((~finite).sum()))
     return points[finite]
 

@@ -168,10 +168,15 @@ def _stack(arrays: Sequence[np.ndarray], shape: tuple[int, ...]) -> Tensor:
 
 
 def _images(samples: Sequence[Sample]) -> Tensor | None:
+    """(B, N, 3, H, W) uint8."""
     if not samples or samples[0].images is None:
         return None
-    stacked = np.stack([np.stack(sample.images or ()) for sample in samples])
-    return torch.from_numpy(np.ascontiguousarray(stacked.transpose(0, 1, 4, 2, 3)))
+    height, width, _ = samples[0].images[0].shape
+    stacked = np.empty((len(samples), len(samples[0].images), 3, height, width), dtype=np.uint8)
+    for row, sample in zip(stacked, samples, strict=True):
+        for target, image in zip(row, sample.images or (), strict=True):
+            target[...] = image.transpose(2, 0, 1)
+    return torch.from_numpy(stacked)
 
 
 def _points(samples: Sequence[Sample]) -> list[Tensor] | None:
