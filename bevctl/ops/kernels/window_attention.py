@@ -168,9 +168,12 @@ def backward(
     qkv_grad = torch.empty_like(qkv)
     padding_grad = qkv.new_empty(programs, channels, dtype=torch.float32)
     bias_grad = qkv.new_empty(programs, heads, area, area, dtype=torch.float32)
+    constants = _constants(qkv, heads, window, shift, masked)
+    if qkv.dtype == torch.float32:  # twice the registers: four warps would spill 17 KB a thread
+        constants |= {"num_warps": 8, "num_stages": 1}
     _backward_kernel[(heads, programs)](
         grad, qkv, padding, bias, qkv_grad, padding_grad, bias_grad,
-        windows, height, width, rows, columns, heads, **_constants(qkv, heads, window, shift, masked),
+        windows, height, width, rows, columns, heads, **constants,
     )  # fmt: skip
     return qkv_grad, padding_grad.sum(0), bias_grad.sum(0)
 
