@@ -66,21 +66,19 @@ class Trials:
         self._say = say
         self._ends = time.monotonic() + limit_s
         before = bundle.before
-        self._after = dataclasses.replace(before, iteration=before.iteration + 1)
-        self.steps = [bundle.batches, *bundle.steps(self._after, FOLLOWING)]
+        after = dataclasses.replace(before, iteration=before.iteration + 1)
+        self.steps = [bundle.batches, *bundle.steps(after, FOLLOWING)]
         """The incident's step and those after it."""
         self.baseline = _run(before, {}, self.steps)
         """They without any change."""
-        self._earlier: tuple[Moment, list[list[Batch]]] | str | None = None
+        self._earlier: Moment | str | None = None
 
     def sentence(self) -> str:
         """On what the remedies were tried."""
         after = len(self.steps) - 1
         tried = f"the step and {f'the {after} recorded steps' if after else 'no step'} after it"
-        if isinstance(self._earlier, tuple):
-            return (
-                f"Remedies were tried on {tried}, or from iteration {self._earlier[0].iteration} on where they need to."
-            )
+        if isinstance(self._earlier, Moment):
+            tried += f"; those that change earlier steps, from iteration {self._earlier.iteration} on"
         return f"Remedies were tried on {tried}."
 
     def attempt(self, idea: Idea) -> Remedy:
@@ -126,28 +124,29 @@ class Trials:
             self._earlier = self._find_earlier()
         if isinstance(self._earlier, str):
             return Remedy(idea.set, f"{idea.why}; {self._earlier}")
-        moment, steps = self._earlier
-        results = _run(moment, idea.set, steps).results
-        window = results[len(steps) - len(self.steps) :]
+        # Batches are made anew each time: those of hundreds of steps would fill the memory.
+        distance = self._bundle.before.iteration - self._earlier.iteration
+        steps = self._bundle.steps(self._earlier, distance + len(self.steps))
+        results = _run(self._earlier, idea.set, steps).results
+        window = results[distance:]
         if not all(result.is_finite for result in window):
             return Remedy(idea.set, idea.why, verified=False)
-        growth = _level(window) / _level(results[: len(self.steps)])
+        growth = _level(window) / _level(results[: len(window)])
         if growth > _GROWN:
             return Remedy(idea.set, f"{idea.why}; the loss still grows, {growth:.3g} times", verified=False)
         return Remedy(idea.set, idea.why, verified=True)
 
-    def _find_earlier(self) -> tuple[Moment, list[list[Batch]]] | str:
-        """A moment from which the incident comes again, and the batches from there on; or why there is none."""
+    def _find_earlier(self) -> Moment | str:
+        """A moment from which on the incident comes again; or why there is none."""
+        if self._bundle.dataset is None:
+            return "the data of the steps before it are not here"
         moment = moment_earlier(self._bundle, MOST_STEPS_BACK)
         if moment is None:
             return f"no checkpoint lies within {MOST_STEPS_BACK} steps before the incident"
-        distance = self._bundle.before.iteration - moment.iteration
-        steps = list(self._bundle.steps(moment, distance + len(self.steps)))
-        if len(steps) <= distance:
-            return "the data of the steps before it are not here"
-        if _run(moment, {}, steps[: distance + 1]).results[-1].is_finite:
+        steps = self._bundle.steps(moment, self._bundle.before.iteration - moment.iteration + 1)
+        if _run(moment, {}, steps).results[-1].is_finite:
             return f"from iteration {moment.iteration} on the incident does not come again"
-        return moment, steps
+        return moment
 
 
 def gets_through(bundle: Bundle, moment: Moment) -> bool | None:

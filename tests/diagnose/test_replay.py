@@ -91,9 +91,11 @@ def test_a_weight_too_large_for_fp16(invoke: Invoke, data: Path) -> None:
 def test_a_learning_rate_that_explodes(invoke: Invoke, data: Path) -> None:
     config = faults.write_config(data, Path("c.yaml"), **{"optim.lr": 500.0, "optim.clip": None})
     _train(invoke, config, "--max-iters", "6")
-    finding = _replay(invoke)["findings"][0]
+    document = _replay(invoke)
+    finding = document["findings"][0]
     assert finding["id"] == "NAN207"
     assert finding["evidence"][0]["where"] == "loss by iteration"
+    assert document["looked_at"][2].endswith("those that change earlier steps, from iteration 0 on.")
     rates = [remedy for remedy in finding["fix"] if "optim.lr" in remedy["set"]]
     assert rates[0]["verified"] is True
     assert rates[0]["set"]["optim.lr"] < 500.0
