@@ -37,7 +37,7 @@ def random_coords(seed: int, count: int, shape: Triple, batch: int) -> Tensor:
     batch=st.integers(1, 3),
     window=st.sampled_from(WINDOWS),
 )
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_both_backends_make_the_same_rules(seed: int, count: int, shape: Triple, batch: int, window: Window) -> None:
     coords = random_coords(seed, count, shape, batch)
     rules = []
