@@ -132,7 +132,7 @@ def open_bundle(folder: Path, device: str, rank: int | None = None) -> Bundle:
     Raises:
         BevctlError: a file is missing or damaged, the device is absent, or neither batches nor data set are there.
     """
-    incident = read_incident(folder)
+    incident = sound_incident(folder)
     config = load(folder / CONFIG).config
     rank = incident.rank if rank is None else rank
     world = World(rank=rank, size=incident.world)
@@ -145,6 +145,22 @@ def open_bundle(folder: Path, device: str, rank: int | None = None) -> Bundle:
         reason = notes[0] if notes else "The data set has changed since."
         raise BevctlError(f"{folder} holds no batches, and they cannot be made again. {reason}", "Bring the data back.")
     return bundle
+
+
+def sound_incident(folder: Path) -> Incident:
+    """The incident of a bundle. Raises BevctlError for one that is missing, damaged, or was changed."""
+    incident = read_incident(folder)
+    if not (_numbers(incident) and incident.iteration >= 1 and 0 <= incident.rank < incident.world):
+        raise BevctlError(f"{folder / DOCUMENT} contradicts itself.", "The bundle was changed; use another.")
+    return incident
+
+
+def _numbers(incident: Incident) -> bool:
+    """Whether everything that is computed with is a number."""
+    whole = (incident.iteration, incident.rank, incident.world)
+    real = (incident.loss_scale, incident.lr, incident.grad_norm, *incident.losses.values())
+    steps = all(isinstance(step, dict) and {"iteration", "loss"} <= step.keys() for step in incident.ring)
+    return steps and all(type(n) is int for n in whole) and all(isinstance(n, int | float) for n in real)
 
 
 def moment_of(config: Config, checkpoint: Checkpoint, world: World, device: torch.device) -> Moment:

@@ -14,11 +14,13 @@ from bevctl.batch import Batch
 from bevctl.config.load import from_dict, to_dict
 from bevctl.config.schema import Config
 from bevctl.diagnose.bundle import Moment
+from bevctl.engine.checkpoint import Checkpoint
 from bevctl.engine.precision import Precision, resolve_precision
 from bevctl.engine.resume import TrainState, restore
 from bevctl.engine.run import build_state
 from bevctl.engine.schedule import Schedule
 from bevctl.engine.step import TrainStep
+from bevctl.errors import BevctlError
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,7 @@ def rehearse(moment: Moment, changes: Mapping[str, Any] | None = None) -> Rehear
     length = moment.setting.iters_per_epoch
     state, _ = build_state(config, precision, moment.world, moment.device, length)
     if moment.checkpoint is not None:
-        # Under the checkpoint's own setting everything is restored, random states too, whatever was changed.
-        restore(dataclasses.replace(state, setting=moment.setting), moment.checkpoint, moment.world)
+        _restore(state, moment, moment.checkpoint)
     state.model.train()
     total = config.train.schedule_iters or config.train.epochs * length
     step = TrainStep(
@@ -87,6 +88,17 @@ def rehearse(moment: Moment, changes: Mapping[str, Any] | None = None) -> Rehear
         clip=config.optim.clip,
     )
     return Rehearsal(state, step, precision, moment.iteration)
+
+
+def _restore(state: TrainState, moment: Moment, checkpoint: Checkpoint) -> None:
+    """Under the checkpoint's own setting everything is restored, random states too, whatever was changed."""
+    try:
+        restore(dataclasses.replace(state, setting=moment.setting), checkpoint, moment.world)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise BevctlError(
+            f"{checkpoint.path} cannot be restored: {type(error).__name__}: {error}.",
+            "The file was changed, or is of another version of bevctl; use another.",
+        ) from error
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bevctl.diagnose.bundle import Bundle, find_bundle, moment_of, open_bundle
+from bevctl.diagnose.bundle import Bundle, find_bundle, moment_of, open_bundle, sound_incident
 from bevctl.diagnose.cause import STATE, TRANSIENT, Cause, Scene, cause_of, hidden_finding
 from bevctl.diagnose.checkpoint_scan import scan_checkpoints
 from bevctl.diagnose.hardware import hardware_evidence
@@ -28,7 +28,6 @@ from bevctl.diagnose.report import (
 from bevctl.diagnose.trials import Trials, gets_through
 from bevctl.engine.checkpoint import newest_checkpoints, read_checkpoint
 from bevctl.engine.incident import STATE as STATE_FILE
-from bevctl.engine.incident import read_incident
 from bevctl.engine.run import algorithms
 from bevctl.finding import Evidence, Severity
 from bevctl.numerics.ranges import ModuleRange, RangeCounter
@@ -50,7 +49,7 @@ def diagnose_replay(request: DiagnoseRequest) -> Diagnosis:
     """
     assert request.run is not None
     folder, others = find_bundle(request.run)
-    incident = read_incident(folder)
+    incident = sound_incident(folder)
     with algorithms(incident.deterministic):
         for rank in sorted(range(incident.world), key=lambda rank: rank != incident.rank):
             bundle = open_bundle(folder, request.device, rank)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from bevctl.cli.main import run
+from bevctl.console import Console
 from bevctl.diagnose import replay, trials
 from bevctl.diagnose.bundle import open_bundle
 from bevctl.engine.incident import find_incidents
@@ -268,15 +273,50 @@ def test_what_cannot_be_replayed_is_said_in_a_sentence(invoke: Invoke, data: Pat
     assert (nothing.code, "needs a run" in nothing.err) == (2, True)
 
 
-def test_a_truncated_bundle_is_said_in_a_sentence(invoke: Invoke, data: Path) -> None:
-    config = faults.write_config(data, Path("c.yaml"), **{"optim.lr": 1e6})
-    _train(invoke, config, "--max-iters", "4")
-    bundle = find_incidents(Path("run"))[0]
-    for name in ("state.pth", "incident.json"):
-        content = (bundle / name).read_bytes()
-        (bundle / name).write_bytes(content[: len(content) // 2])
-        done = invoke("diagnose", "nan", bundle, "--replay", "--json")
-        assert (done.code, done.document["status"]) == (2, "error")
-        assert name in done.err
-    (bundle / "config.yaml").unlink()
-    assert invoke("diagnose", "nan", bundle, "--replay").code == 2
+@pytest.fixture(scope="module")
+def incident(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    """A run with an incident."""
+    folder = tmp_path_factory.mktemp("bundle")
+    config = faults.write_config(data, folder / "c.yaml", **{"optim.lr": 1e6})
+    options = ["--work-dir", str(folder / "run"), "--no-preflight", "--max-iters", "2"]
+    run(["train", str(config), *options], Console(io.StringIO(), io.StringIO()))
+    return folder / "run"
+
+
+@pytest.mark.parametrize("name", ["state.pth", "incident.json", "config.yaml", "batch_0.pth"])
+def test_a_truncated_bundle_is_said_in_a_sentence(invoke: Invoke, incident: Path, name: str) -> None:
+    shutil.copytree(incident, "run")
+    file = find_incidents(Path("run"))[0] / name
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    done = invoke("diagnose", "nan", "run", "--replay", "--json")
+    assert (done.code, done.document["status"]) == (2, "error")
+    assert name in done.err
+    assert "defect" not in done.err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"world": 0},
+        {"rank": 1},
+        {"rank": "0"},
+        {"iteration": None},
+        {"losses": {"loss/a": "high"}},
+        {"ring": [1, 2]},
+        {"schema": "bevctl.incident/9"},
+    ],
+)
+def test_a_bundle_that_was_tampered_with_is_refused(invoke: Invoke, incident: Path, change: dict[str, object]) -> None:
+    shutil.copytree(incident, "run")
+    file = find_incidents(Path("run"))[0] / "incident.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    done = invoke("diagnose", "nan", "run", "--replay")
+    assert (done.code, "incident.json" in done.err) == (2, True), done.err
+
+
+def test_a_state_without_its_random_numbers_is_refused(invoke: Invoke, incident: Path) -> None:
+    shutil.copytree(incident, "run")
+    faults.corrupt(find_incidents(Path("run"))[0] / "state.pth", lambda content: content.update(rng=[]))
+    done = invoke("diagnose", "nan", "run", "--replay")
+    assert (done.code, "cannot be restored: IndexError" in done.err) == (2, True), done.err
