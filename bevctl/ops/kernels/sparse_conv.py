@@ -18,7 +18,8 @@ from bevctl.ops.rulebook import TILE, Tiles
 def _convolve_kernel(
     features, kernels, out, table, order, offsets, counts, inputs, rows, padded,
     OFFSETS: tl.constexpr, REVERSE: tl.constexpr, TRANSPOSE: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_IN: tl.constexpr, PARTS: tl.constexpr, STEPS: tl.constexpr, BLOCK_OUT: tl.constexpr, TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     place = tile * TILE + tl.arange(0, TILE)
@@ -29,11 +30,14 @@ def _convolve_kernel(
     else:
         kernel_place = channel_in[:, None] * OUT + channel_out[None, :]
     total = tl.zeros((TILE, BLOCK_OUT), tl.float32)
-    for index in range(tl.load(counts + tile)):
-        offset = tl.load(offsets + tile * OFFSETS + index)
+    for step in range(tl.load(counts + tile) * STEPS):
+        offset = tl.load(offsets + tile * OFFSETS + step // STEPS)
         met = tl.load(table + offset * padded + place)
         other = OFFSETS - 1 - offset if REVERSE else offset
-        for first in tl.static_range(0, IN, BLOCK_IN):
+        for part in tl.static_range(PARTS):
+            first = part * BLOCK_IN
+            if STEPS > 1:
+                first += step % STEPS * PARTS * BLOCK_IN
             channel = first + channel_in
             gathered = tl.load(
                 features + met[:, None] * IN + channel[None, :],
@@ -101,13 +105,15 @@ def convolve(features: Tensor, kernels: Tensor, tiles: Tiles, rows: int, reverse
     channels_out = kernels.shape[1 if transpose else 2]
     out = features.new_empty(rows, channels_out)
     single = features.dtype == torch.float32
-    block_out = _block(channels_out, 128)
+    # Blocks of half precision are unrolled; those of float32 would fill the shared memory, and take long to compile.
+    block_in, block_out = _block(channels_in, 32 if single else 64), _block(channels_out, 64 if single else 128)
+    steps = blocks(channels_in, block_in)
     launch(
         _convolve_kernel, (len(tiles.offset_counts), blocks(channels_out, block_out)),
         features, kernels, out, tiles.table, tiles.order, tiles.offsets, tiles.offset_counts,
         len(features), rows, tiles.table.shape[1],
         OFFSETS=len(kernels), REVERSE=reverse, TRANSPOSE=transpose, IN=channels_in, OUT=channels_out,
-        BLOCK_IN=_block(channels_in, 32 if single else 64), BLOCK_OUT=block_out, TILE=TILE,
+        BLOCK_IN=block_in, PARTS=1 if single else steps, STEPS=steps if single else 1, BLOCK_OUT=block_out, TILE=TILE,
         PRECISION=_precision(features), num_warps=2 if block_out == 16 else 4, num_stages=2 if single else 3,
     )  # fmt: skip
     return out
