@@ -17,7 +17,16 @@ from bevctl.data.loader import Reshuffle
 from bevctl.data.nuscenes import NuScenesDataset
 from bevctl.engine.checkpoint import Checkpoint, newest_checkpoints, read_checkpoint
 from bevctl.engine.dist import World, select_device
-from bevctl.engine.incident import CONFIG, DOCUMENT, STATE, Incident, find_incidents, read_batches, read_incident
+from bevctl.engine.incident import (
+    CONFIG,
+    DOCUMENT,
+    FOLDER,
+    STATE,
+    Incident,
+    find_incidents,
+    read_batches,
+    read_incident,
+)
 from bevctl.engine.resume import Setting
 from bevctl.engine.run import training_loader
 from bevctl.errors import BevctlError
@@ -62,7 +71,8 @@ class Bundle:
 
     @property
     def work_dir(self) -> Path:
-        return self.folder.parent.parent
+        """The run's folder; of a bundle that was taken out of it, the bundle's own, which has no checkpoints."""
+        return self.folder.parent.parent if self.folder.resolve().parent.name == FOLDER else self.folder
 
     def steps(self, moment: Moment, count: int) -> Iterator[list[Batch]]:
         """The batches of `count` steps after a moment of the run; none without its data."""
@@ -110,7 +120,7 @@ def find_bundle(run: Path) -> tuple[Path, list[Path]]:
         return run, [run]
     if not run.exists():
         raise BevctlError(f"{run} does not exist.", "Name the folder of a run, or one below its incident/.")
-    work_dir = run.parent if run.name == "incident" else run
+    work_dir = run.parent if run.name == FOLDER else run
     found = find_incidents(work_dir) if work_dir.is_dir() else []
     if not found:
         raise BevctlError(
@@ -165,12 +175,16 @@ def _numbers(incident: Incident) -> bool:
 
 def moment_of(config: Config, checkpoint: Checkpoint, world: World, device: torch.device) -> Moment:
     """The moment that a checkpoint of bevctl's own was written at. Raises BevctlError for one of another origin."""
-    setting = checkpoint.meta.get("setting")
-    if not isinstance(setting, dict) or checkpoint.iteration is None:
-        raise BevctlError(
-            f"{checkpoint.path} does not say in which setting it was made.", "Use a file that bevctl wrote."
-        )
-    return Moment(config, checkpoint, checkpoint.iteration, Setting(**setting), world, device)
+    try:
+        setting = Setting(**checkpoint.meta.get("setting", {}))
+    except TypeError:
+        setting = None
+    if setting is None or checkpoint.iteration is None:
+        raise BevctlError(f"{checkpoint.path} does not say how it was trained.", "Use a file that bevctl wrote.")
+    # `auto` would choose by the device that is here now.
+    precision = dataclasses.replace(config.precision, dtype=setting.precision)
+    config = dataclasses.replace(config, precision=precision)
+    return Moment(config, checkpoint, checkpoint.iteration, setting, world, device)
 
 
 def moment_earlier(bundle: Bundle, most: int) -> Moment | None:

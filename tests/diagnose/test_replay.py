@@ -262,6 +262,23 @@ def test_batches_that_were_too_large_to_keep_are_made_again(invoke: Invoke, tmp_
     )
 
 
+def test_a_bundle_is_enough_and_keeps_its_number_format(invoke: Invoke, incident: Path) -> None:
+    """Sent to somebody else, without the run; `auto` is what it was where it was recorded."""
+    shutil.copytree(find_incidents(incident)[0], "sent")
+    config = Path("sent/config.yaml")
+    config.write_text(config.read_text().replace("dtype: fp32", "dtype: auto"))
+
+    def in_bf16(content: dict[str, Any]) -> None:
+        content["meta"]["setting"]["precision"] = "bf16"
+
+    faults.corrupt(Path("sent/state.pth"), in_bf16)
+    done = invoke("diagnose", "nan", "sent", "--replay", "--json")
+    assert done.code == ExitCode.FINDINGS, done.err
+    finding = done.document["findings"][0]
+    assert {"precision.dtype": "fp32"} in [remedy["set"] for remedy in finding["fix"]]
+    assert "optim.lr" in str(finding["fix"])
+
+
 def test_what_cannot_be_replayed_is_said_in_a_sentence(invoke: Invoke, data: Path) -> None:
     config = faults.write_config(data, Path("c.yaml"))
     _train(invoke, config, "--max-iters", "1")
