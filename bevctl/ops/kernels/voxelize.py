@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from bevctl.ops.kernels.launch import blocks, launch, power_of_two, sized
+from bevctl.ops.rulebook import Triple
 from bevctl.ops.transfer import to_device
 
-Triple = tuple[int, int, int]
 _BLOCK = 256
 
 
