@@ -73,6 +73,7 @@ def named_tensors(value: Any, name: str = "batch") -> Iterator[tuple[str, Tensor
             yield from named_tensors(item, f"{name}[{index}]")
 
 
+@torch.no_grad()
 def input_faults(batch: Any, name: str = "batch", rules: Expected | None = None) -> list[InputFault]:
     """Non-finite, implausible and degenerate values in a batch, worst kind first for each tensor.
 
@@ -83,7 +84,7 @@ def input_faults(batch: Any, name: str = "batch", rules: Expected | None = None)
     faults: list[InputFault] = []
     for path, tensor in named_tensors(batch, name):
         if tensor.is_floating_point() and tensor.numel():
-            faults += _faults(path, tensor.detach(), rules)
+            faults += _faults(path, tensor, rules)
     return faults
 
 

@@ -61,7 +61,7 @@ class RecentCalls:
                 return
             call, outputs = call.detached(), [tensor.detach() for tensor in outputs]
         read = call.read()
-        if any(tensor.is_inference() for tensor in read):
+        if any(tensor.is_inference() for tensor in (*read, *outputs)):
             return  # nothing tells whether they are overwritten later
         size = sum(tensor.numel() * tensor.element_size() for tensor in (*read, *outputs))
         limit = BYTES["cuda" if any(tensor.is_cuda for tensor in read) else "cpu"]

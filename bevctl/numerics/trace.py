@@ -114,14 +114,14 @@ class Trace(TorchDispatchMode):
     def _enter_model(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth += 1
         values = [*args, *kwargs.values()]
-        with _disable_current_modes():
+        with _disable_current_modes(), torch.no_grad():
             for position, value in enumerate(values):
                 name = "batch" if len(values) == 1 else f"input[{position}]"
                 self.faults += input_faults(value, name)
                 self._layout = BatchLayout.of(value) or self._layout
                 for path, tensor in named_tensors(value, name):
                     for floating in floating_tensors(tensor):
-                        self._ledger.add_input(path, floating.detach(), self._count)
+                        self._ledger.add_input(path, floating, self._count)
 
     def _leave_model(self, _: nn.Module, __: Any, output: Any) -> None:
         self._depth -= 1
@@ -137,8 +137,9 @@ class Trace(TorchDispatchMode):
             self._add_outcomes([(name, gradient) for name, gradient in gradients if gradient is not None])
 
     def _add_outcomes(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        floating = [(name, t.detach()) for name, tensor in named for t in floating_tensors(tensor)]
-        extents = measure([tensor for _, tensor in floating])
+        floating = [(name, t) for name, tensor in named for t in floating_tensors(tensor)]
+        with torch.no_grad():
+            extents = measure([tensor for _, tensor in floating])
         for (name, tensor), extent in zip(floating, extents, strict=True):
             writer = self._ledger.writer(tensor)
             if extent.bad and writer is not None:
