@@ -108,9 +108,10 @@ class NuScenesDataset:
         return balanced_positions(self.info.samples, self.config.data.classes, self.config.seed)
 
     def _open_paste(self) -> Transform | None:
-        data = self.config.data
-        wanted = self.train and data.augment and data.paste is not None and self._needs_points()
-        return paste_objects(self.config, data.paste) if wanted and data.paste is not None else None
+        paste = self.config.data.paste
+        if paste is None or not self.train or not self.config.data.augment or not self._needs_points():
+            return None
+        return paste_objects(self.config, paste)
 
     def _find_skipped(self) -> frozenset[int]:
         """Positions of the samples that the config leaves out of training."""
@@ -226,6 +227,8 @@ class NuScenesDataset:
         yield from self.info.notes
         if self.train and self.config.data.cbgs:
             yield self._describe_balance()
+        if self._paste is not None and self.config.model.camera is not None:
+            yield "Pasted objects are in the point cloud and among the boxes, but not in the images (data.paste)."
         if self.config.model.object is not None:
             bare = sum(sample.boxes is None for sample in samples)
             if bare:

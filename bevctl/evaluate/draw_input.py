@@ -37,7 +37,7 @@ def draw_input(title: str, sample: Sample, cameras: Sequence[str], config: Confi
     top = TITLE_HEIGHT
     tiles = _camera_rows(views, boxes) if views else Image.new("RGB", (WIDTH, 0))
     ground = _ground(sample, config)
-    legend = _legend(names, ground.names if ground else ())
+    legend = _legend(names, ground.names if ground else (), bool(views))
     picture = Image.new("RGB", (WIDTH, top + tiles.height + BEV_SIDE + 2 * GAP + legend.height), PAPER)
     picture.paste(title_bar(title), (0, 0))
     picture.paste(tiles, (0, top))
@@ -102,13 +102,14 @@ def _ground(sample: Sample, config: Config) -> Ground | None:
     return Ground(sample.bev_map, config.data.map_classes, head.xbound, head.ybound)
 
 
-def _legend(names: Sequence[str], map_names: Sequence[str]) -> Image.Image:
+def _legend(names: Sequence[str], map_names: Sequence[str], images: bool) -> Image.Image:
     bar = new_panel(WIDTH, 94 if map_names else 64)
     styles = LegendRow(bar, 16)
     styles.line("annotated box; filled face, tick: front", class_color("car"), 1.8, None)
     styles.text("line: way of one second", FAINT)
     styles.scale("height of points")
-    styles.text("in images: points of the keyframe, near yellow, far violet", FAINT)
+    if images:
+        styles.text("in images: points of the keyframe, near yellow, far violet", FAINT)
     classes = LegendRow(bar, 46)
     for name in [name for name in CLASS_COLORS if name in names]:
         classes.swatch(name, class_color(name))

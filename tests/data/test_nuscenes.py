@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from bevctl.batch import CAMERAS, OBJECT_CLASSES
+from bevctl.config.load import load
 from bevctl.config.schema import Config, DataConfig, MapHeadConfig, ModelConfig
 from bevctl.data.nuscenes import NuScenesDataset
 from bevctl.data.sample import Sample
@@ -91,6 +92,37 @@ def test_a_sample_depends_on_seed_epoch_and_index_only(config: Config) -> None:
 def test_evaluation_does_not_depend_on_them(config: Config) -> None:
     other = NuScenesDataset(dataclasses.replace(config, seed=5), "val")
     assert _equal(_sample(NuScenesDataset(config, "val"), (0, 1)), _sample(other, (9, 1)))
+
+
+@pytest.mark.parametrize(
+    ("choice", "split", "random"),
+    [
+        ("auto", "train", True),
+        ("auto", "val", False),
+        ("nearest", "train", False),
+        ("nearest", "val", False),
+        ("random", "train", True),
+        ("random", "val", True),
+    ],
+)
+def test_which_sweeps_are_taken(synth_root: Path, choice: str, split: str, random: bool) -> None:
+    sets = [f"data.root={synth_root}", "data.sweeps=2", f"data.sweep_choice={choice}", "model.camera=null"]
+    dataset = NuScenesDataset(load("tiny", sets=[*sets, "model.map=null"]).config, split)
+    last = len(dataset) - 1
+    assert len(dataset.info_at(last).sweeps) > 4
+
+    def ages(epoch: int) -> tuple[float, ...]:
+        points = _sample(dataset, (epoch, last)).points
+        assert points is not None
+        return tuple(np.unique(points[:, 4].round(3)))
+
+    drawn = {ages(epoch) for epoch in range(6)}
+    assert (len(drawn) > 1) == random
+    assert ages(0) == ages(0)
+    if not random:
+        (nearest,) = drawn
+        key, sweeps = dataset.info_at(last).timestamp, dataset.info_at(last).sweeps
+        np.testing.assert_allclose(nearest, [0.0, *(key - sweep.timestamp for sweep in sweeps[:2])], atol=2e-3)
 
 
 def test_what_is_absent_is_said_once(config: Config) -> None:

@@ -185,3 +185,12 @@ def test_a_missing_database_is_said_when_training_starts(root: Path) -> None:
     with pytest.raises(BevctlError, match=r"no object database .*none\.npz"):
         NuScenesDataset(config, "train")
     NuScenesDataset(config, "val")
+
+
+def test_that_images_do_not_show_pasted_objects_is_said(root: Path) -> None:
+    config = _config(root)
+    told = "Pasted objects are in the point cloud"
+    assert not any(note.startswith(told) for note in NuScenesDataset(config, "train").notes)
+    fused = dataclasses.replace(config, model=ModelConfig())
+    assert any(note.startswith(told) for note in NuScenesDataset(fused, "train").notes)
+    assert not any(note.startswith(told) for note in NuScenesDataset(fused, "val").notes)
