@@ -239,8 +239,8 @@ class NuScenesDataset:
             yield from self._describe_absent_maps()
 
     def _describe_balance(self) -> str:
-        classes = self.config.data.classes
-        absent = [name for name in classes if name not in frames_by_class(self.info.samples, classes)]
+        shown = frames_by_class(self.info.samples, self.config.data.classes)
+        absent = [name for name in self.config.data.classes if name not in shown]
         missing = f"; there are no objects of {', '.join(absent)}" if absent else ""
         return f"CBGS draws {len(self)} times from {len(self.info.samples)} samples{missing}."
 
