@@ -7,11 +7,12 @@ from torch import Tensor, nn
 
 from bevctl.ops.affine_conv import affine_relu_conv
 from bevctl.ops.backend import use_triton
+from bevctl.ops.bias import BiasedConv2d
 
 
 def conv_norm_act(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> list[nn.Module]:
     """Convolution with bias and half the kernel as padding, BatchNorm, ReLU."""
-    conv = nn.Conv2d(in_channels, out_channels, kernel, stride, kernel // 2)
+    conv = BiasedConv2d(in_channels, out_channels, kernel, stride, kernel // 2)
     return [conv, nn.BatchNorm2d(out_channels), nn.ReLU(inplace=True)]
 
 
