@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from bevctl.config.document import display
 from bevctl.errors import BevctlError
 from bevctl.preflight.checks import CheckSpec, Context, Outcome, failed, passed, skipped, warned
+from bevctl.preflight.data_paste import object_database
 from bevctl.preflight.files_checkpoint import NothingToResume, resumed_report
 from bevctl.preflight.plan import Plan, of_plan, read_plan
 
@@ -252,7 +253,10 @@ def epoch_length(context: Context, plan: Plan) -> Outcome:
     info = _infos(context).get("train")
     if info is None:
         return skipped("the training info file cannot be read, see DATA002")
-    samples = len(info.samples)
+    try:
+        samples = _training_length(context, info)
+    except BevctlError as error:
+        return failed(error.message, error.hint)
     length = samples // (plan.batch * plan.gpus) // plan.accumulate
     said = f"{samples:,} samples / ({' x '.join(_factors(plan))}) = {length:,} iterations an epoch"
     if length == 0:
@@ -266,6 +270,16 @@ def epoch_length(context: Context, plan: Plan) -> Outcome:
     if config is not None and config.train.schedule_iters is None and config.optim.warmup >= total:
         return warned(f"{said}; the warm-up alone takes {config.optim.warmup:,}", "Lower --warmup or add epochs.")
     return passed(said)
+
+
+def _training_length(context: Context, info: InfoFile) -> int:
+    """Samples of an epoch, each as often as data.cbgs draws it. Raises BevctlError where nothing can be drawn."""
+    from bevctl.data.balance import balanced_positions
+
+    config = context.config
+    if config is None or not config.data.cbgs:
+        return len(info.samples)
+    return len(balanced_positions(info.samples, config.data.classes, config.seed))
 
 
 def _factors(plan: Plan) -> Iterator[str]:
@@ -361,6 +375,14 @@ CHECKS: tuple[CheckSpec, ...] = (
         evaluation_tables,
         required="the tables of the version and the map images",
         why="the devkit's loader fails without them, after the first epoch",
+        at_start=False,
+    ),
+    CheckSpec(
+        "DATA009",
+        "objects to paste",
+        object_database,
+        required="the database that data.paste names, with objects of each class",
+        why="a class without any is not pasted, and without the file training does not start",
         at_start=False,
     ),
 )

@@ -13,7 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from bevctl.batch import OBJECT_CLASSES
 from bevctl.config.foreign import read_foreign
+from bevctl.data.gt_database import write_gt_database
+from bevctl.data.index import read_info
+from bevctl.data.nuscenes import NuScenesDataset
 from bevctl.finding import CheckStatus
 from bevctl.preflight import data
 from bevctl.preflight.checks import Context, Outcome
@@ -64,7 +68,7 @@ def samples(path: Path) -> Iterator[dict[str, Any]]:
 def test_a_complete_set_passes(complete: Path, of: Of) -> None:
     context = of(complete, "optim.warmup=0", "model.map={}")
     outcomes = {spec.id: spec.function(context) for spec in data.CHECKS}
-    assert {id for id, outcome in outcomes.items() if outcome.status != CheckStatus.PASS} == {"DATA008"}
+    assert {id for id, outcome in outcomes.items() if outcome.status != CheckStatus.PASS} == {"DATA008", "DATA009"}
     assert "train: 6 samples, mmdet3d-1.1, v1.0-mini; val: 3 samples" in outcomes["DATA002"].found
     assert "6 samples / (batch 2 x 1 GPU) = 3 iterations" in outcomes["DATA007"].found
 
@@ -291,6 +295,42 @@ def foreign(of: Of, complete: Path, tmp_path: Path, text: str) -> Context:
     path = tmp_path / "config.py"
     path.write_text(text)
     return dataclasses.replace(of(complete), config=None, foreign=read_foreign(path))
+
+
+def test_an_epoch_of_class_balanced_draws(complete: Path, of: Of) -> None:
+    config = of(complete, "data.cbgs=true", "train.batch=1").config
+    assert config is not None
+    draws = len(NuScenesDataset(config, "train"))
+    assert draws > 6
+    found = judge(of(complete, "data.cbgs=true", "train.batch=1", "optim.warmup=0"), "DATA007").found
+    assert f"{draws} samples / (batch 1 x 1 GPU) = {draws} iterations" in found
+
+
+def test_nothing_to_draw_from(root: Path, of: Of) -> None:
+    def strip(document: dict[str, Any]) -> None:
+        for sample in document["data_list"]:
+            del sample["instances"]
+
+    changed(root / TRAIN, strip)
+    outcome = judge(of(root, "data.cbgs=true"), "DATA007")
+    assert outcome.status == CheckStatus.FAIL
+    assert "no training sample has an annotated object" in outcome.found
+
+
+def test_the_database_of_objects_to_paste(root: Path, of: Of) -> None:
+    pasting = of(root, "data.paste.database=gt.npz", "data.paste.min_points=1")
+    missing = judge(pasting, "DATA009")
+    assert missing.status == CheckStatus.FAIL
+    assert "data prepare --gt-database" in missing.fix
+    write_gt_database(root / "gt.npz", read_info(root / TRAIN), root, OBJECT_CLASSES)
+    assert judge(pasting, "DATA009").status == CheckStatus.PASS
+    write_gt_database(root / "gt.npz", read_info(root / TRAIN), root, ("car", "bus"))
+    some = judge(pasting, "DATA009")
+    assert some.status == CheckStatus.WARN
+    assert "none of truck, construction_vehicle" in some.found
+    (root / "gt.bin").write_bytes(b"")
+    assert judge(pasting, "DATA009").status == CheckStatus.FAIL
+    assert judge(of(root), "DATA009").status == CheckStatus.SKIP
 
 
 MMENGINE = (
