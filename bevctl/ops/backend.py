@@ -1,6 +1,6 @@
 """Which implementation of an operation runs: a Triton kernel, or plain torch. Chosen here and nowhere else.
 
-`BEVCTL_KERNELS` is auto (Triton on CUDA devices of capability 8.0 and newer where Triton is installed, else torch),
+`BEVCTL_KERNELS` is auto (Triton on CUDA devices of capability 8.0 and newer where Triton 3.3 is installed, else torch),
 torch or triton. Both give the same numbers within rounding; the torch path also runs on Volta and on CPUs.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from bevctl.errors import BevctlError, did_you_mean
 VARIABLE = "BEVCTL_KERNELS"
 CHOICES = ("auto", "torch", "triton")
 MINIMUM_CAPABILITY = (8, 0)
+MINIMUM_TRITON = (3, 3)
+"""What torch 2.7 brings; the language of older ones refuses some of what the kernels write."""
 _forced: list[str] = []
 
 
@@ -77,6 +80,9 @@ def _choose(wanted: str, device: torch.device) -> tuple[bool, str]:
 def _triton_runs(device: torch.device) -> tuple[bool, str]:
     if importlib.util.find_spec("triton") is None:
         return False, "Triton is not installed"
+    version = importlib.metadata.version("triton")
+    if tuple(int(number) for number in version.split(".")[:2]) < MINIMUM_TRITON:
+        return False, f"Triton {version} is older than {MINIMUM_TRITON[0]}.{MINIMUM_TRITON[1]}"
     if device.type != "cuda":
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         return interpreted, "Triton's interpreter" if interpreted else f"Triton has no kernels for {device.type}"

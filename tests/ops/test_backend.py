@@ -30,6 +30,7 @@ def test_capability_decides_on_cuda(capability: tuple[int, int], expected: bool)
     with (
         mock.patch("torch.cuda.get_device_capability", return_value=capability),
         mock.patch("importlib.util.find_spec", return_value=object()),
+        mock.patch("importlib.metadata.version", return_value="3.6.0"),
     ):
         assert backend._choose("auto", CUDA)[0] is expected
 
@@ -39,10 +40,27 @@ def test_triton_must_be_installed() -> None:
         assert backend._choose("auto", CUDA) == (False, "Triton is not installed")
 
 
+@pytest.mark.parametrize(
+    ("version", "expected"), [("3.0.0", False), ("3.2.1", False), ("3.3.1", True), ("4.0.0", True)]
+)
+def test_triton_must_be_recent(version: str, expected: bool) -> None:
+    with (
+        mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
+        mock.patch("importlib.util.find_spec", return_value=object()),
+        mock.patch("importlib.metadata.version", return_value=version),
+    ):
+        chosen, why = backend._choose("auto", CUDA)
+    assert chosen is expected
+    assert expected or version in why
+
+
 def test_the_variable_and_the_block_override(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv(backend.VARIABLE, "triton")
-    with mock.patch("importlib.util.find_spec", return_value=object()):
+    with (
+        mock.patch("importlib.util.find_spec", return_value=object()),
+        mock.patch("importlib.metadata.version", return_value="3.6.0"),
+    ):
         assert backend.use_triton(torch.zeros(1))
         with backend.forced("torch"):
             assert not backend.use_triton(torch.zeros(1))
@@ -51,7 +69,12 @@ def test_the_variable_and_the_block_override(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with backend.forced("triton"), pytest.raises(BevctlError, match="no kernels for cpu"):
+    with (
+        mock.patch("importlib.util.find_spec", return_value=object()),
+        mock.patch("importlib.metadata.version", return_value="3.6.0"),
+        backend.forced("triton"),
+        pytest.raises(BevctlError, match="no kernels for cpu"),
+    ):
         backend.use_triton(torch.zeros(1))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from bevctl.ops.backend import forced
 from bevctl.ops.linear import linear, linear_reference
 
-pytest.importorskip("triton", reason="Triton is not installed")
+pytest.importorskip("triton", minversion="3.3", reason="the kernels need Triton 3.3")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 

@@ -18,7 +18,7 @@ from bevctl.ops.window_attention import (
     window_attention_reference,
 )
 
-pytest.importorskip("triton", reason="Triton is not installed")
+pytest.importorskip("triton", minversion="3.3", reason="the kernels need Triton 3.3")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 SHAPES = [
