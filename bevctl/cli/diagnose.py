@@ -128,4 +128,12 @@ def _write_fix(console: Console, path: Path, answer: Diagnosis, run: Path | None
     unproven = sum(remedy.verified is None for remedy in remedies)
     console.info(f"Wrote {path}{f' ({unproven} of {len(remedies)} settings not tried)' if unproven else ''}")
     if run is not None and (run / "config.yaml").is_file():
-        console.info(f"Continue with it: bevctl train --work-dir {run} --resume auto --set {path}")
+        resume = next((remedy.resume for remedy in remedies if remedy.resume != "auto"), "auto")
+        console.info(_command(run, path, resume))
+
+
+def _command(run: Path, path: Path, resume: str) -> str:
+    """How the run goes on with the settings in `path`."""
+    if not resume:
+        return f"Start anew with it: bevctl train {run / 'config.yaml'} --work-dir {run}_2 --set {path}"
+    return f"Continue with it: bevctl train --work-dir {run} --resume {resume} --set {path}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,9 @@ from bevctl.engine.resume import Setting
 from bevctl.engine.run import training_loader
 from bevctl.errors import BevctlError
 from bevctl.runs.writer import read_run
+
+_GROWING = 3.0
+"""A loss this many times the lowest before it is not the noise of its samples."""
 
 
 @dataclass(frozen=True)
@@ -188,19 +192,30 @@ def moment_of(config: Config, checkpoint: Checkpoint, world: World, device: torc
 
 
 def moment_earlier(bundle: Bundle, most: int) -> Moment | None:
-    """The latest moment before the incident's that a checkpoint, or the start, gives; None: over `most` steps away."""
-    before = bundle.before
+    """The latest moment before the trouble that a checkpoint, or the start, gives; None: over `most` steps away."""
+    before, sound = bundle.before, sound_until(bundle.incident)
     for path in newest_checkpoints(bundle.work_dir):
         try:
             checkpoint = read_checkpoint(path)
         except BevctlError:
             continue  # another will do
         same = checkpoint.meta.get("setting") == vars(before.setting)
-        if same and 0 < before.iteration - (checkpoint.iteration or 0) <= most:
+        if same and before.iteration - most <= (checkpoint.iteration or 0) <= sound:
             return moment_of(before.config, checkpoint, before.world, before.device)
     if before.iteration <= most and _began_with_own_weights(bundle):
         return Moment(before.config, None, 0, before.setting, before.world, before.device)
     return None
+
+
+def sound_until(incident: Incident) -> int:
+    """Attempted steps after which the loss had not begun to grow, as far as the recorded steps tell."""
+    sound, lowest = incident.iteration - 1, math.inf
+    for step in incident.ring:
+        loss = step["loss"]
+        if isinstance(loss, int | float) and math.isfinite(loss):
+            lowest = min(lowest, loss)
+            sound = step["iteration"] - 1 if loss <= _GROWING * lowest else sound
+    return min(sound, incident.iteration - 2)
 
 
 def _began_with_own_weights(bundle: Bundle) -> bool:

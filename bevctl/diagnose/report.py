@@ -65,6 +65,8 @@ class Remedy:
     """Measured time of a step with it, over that without."""
     memory: float | None = None
     """Measured peak of allocated memory with it, over that without."""
+    resume: str = "auto"
+    """Checkpoint of the run to continue from with it, as for `train --resume`; empty: it must start anew."""
 
 
 OUTCOMES = {True: "cures it", False: "does not cure it", None: "not tried"}

@@ -65,7 +65,8 @@ def _remedy(remedy: Remedy) -> str:
     ]
     # What is not a setting cannot be tried; nothing is said of it then.
     outcome = [OUTCOMES[remedy.verified]] if remedy.set or remedy.verified is not None else []
-    notes = f" ({', '.join([*outcome, *cost])})" if outcome else ""
+    since = {"auto": [], "": ["from the start on"]}.get(remedy.resume, [f"from {remedy.resume} on"])
+    notes = f" ({', '.join([*outcome, *since, *cost])})" if outcome else ""
     return f"{settings + ' -- ' if settings else ''}{remedy.why}{notes}"
 
 

@@ -124,17 +124,18 @@ class Trials:
             self._earlier = self._find_earlier()
         if isinstance(self._earlier, str):
             return Remedy(idea.set, f"{idea.why}; {self._earlier}")
+        remedy = Remedy(idea.set, idea.why, resume=_resume_name(self._earlier))
         # Batches are made anew each time: those of hundreds of steps would fill the memory.
         distance = self._bundle.before.iteration - self._earlier.iteration
         steps = self._bundle.steps(self._earlier, distance + len(self.steps))
         results = _run(self._earlier, idea.set, steps).results
         window = results[distance:]
-        if not all(result.is_finite for result in window):
-            return Remedy(idea.set, idea.why, verified=False)
         growth = _level(window) / _level(results[: len(window)])
-        if growth > _GROWN:
-            return Remedy(idea.set, f"{idea.why}; the loss still grows, {growth:.3g} times", verified=False)
-        return Remedy(idea.set, idea.why, verified=True)
+        finite = all(result.is_finite for result in window)
+        if finite and growth > _GROWN:
+            why = f"{idea.why}; the loss still grows, {growth:.3g} times"
+            return dataclasses.replace(remedy, why=why, verified=False)
+        return dataclasses.replace(remedy, verified=finite)
 
     def _find_earlier(self) -> Moment | str:
         """A moment from which on the incident comes again; or why there is none."""
@@ -147,6 +148,11 @@ class Trials:
         if _run(moment, {}, steps).results[-1].is_finite:
             return f"from iteration {moment.iteration} on the incident does not come again"
         return moment
+
+
+def _resume_name(moment: Moment) -> str:
+    """What `train --resume` takes to go on from a moment of its work_dir; empty for the start."""
+    return moment.checkpoint.path.name if moment.checkpoint is not None else ""
 
 
 def gets_through(bundle: Bundle, moment: Moment) -> bool | None:

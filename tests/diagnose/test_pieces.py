@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
 from bevctl.config.schema import Config
+from bevctl.diagnose.bundle import sound_until
 from bevctl.diagnose.cause import growth_of
 from bevctl.diagnose.evidence import evidence_of, suspects_of, where_of
 from bevctl.diagnose.ideas import fixed_scales, for_divergence, for_range, for_samples
@@ -66,6 +68,15 @@ def _culprit(samples: tuple[int, ...] | None) -> Culprit:
 )
 def test_growth_is_the_last_finite_loss_over_the_lowest(losses: list[float], growth: float) -> None:
     assert growth_of([{"loss": loss} for loss in losses]) == growth
+
+
+@pytest.mark.parametrize(
+    ("losses", "sound"),
+    [([2.0, 1.9, 1.8, NAN], 2), ([2.0, 50.0, 900.0, NAN], 0), ([2.0, 1.0, 2.5, 40.0, NAN], 2), ([NAN], -1)],
+)
+def test_the_state_is_sound_up_to_where_the_loss_begins_to_grow(losses: list[float], sound: int) -> None:
+    ring = [{"iteration": number, "loss": loss} for number, loss in enumerate(losses, start=1)]
+    assert sound_until(dataclasses.replace(_incident({}, NAN), iteration=len(losses), ring=ring)) == sound
 
 
 def test_nan_is_like_nan_and_a_last_bit_is_not() -> None:

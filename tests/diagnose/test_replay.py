@@ -104,6 +104,13 @@ def test_a_learning_rate_that_explodes(invoke: Invoke, data: Path) -> None:
     rates = [remedy for remedy in finding["fix"] if "optim.lr" in remedy["set"]]
     assert rates[0]["verified"] is True
     assert rates[0]["set"]["optim.lr"] < 500.0
+    assert rates[0]["resume"] == ""
+    told = invoke("diagnose", "nan", "run", "--replay", "--write-fix", "fix.yaml")
+    assert "cures it, from the start on" in " ".join(told.out.split())
+    assert "Start anew with it: bevctl train run/config.yaml --work-dir run_2 --set fix.yaml" in told.err
+    anew = invoke("train", "run/config.yaml", "--work-dir", "run_2", "--set", "fix.yaml", "--no-preflight")
+    assert anew.code == ExitCode.OK
+    assert find_incidents(Path("run_2")) == []
 
 
 def test_a_logarithm_of_zero_is_a_defect_of_the_code(
