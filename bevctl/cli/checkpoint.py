@@ -1,4 +1,4 @@
-"""`bevctl checkpoint`: what a checkpoint file holds, and whether it is worth continuing from."""
+"""`bevctl checkpoint`: what a checkpoint file holds, whether it is worth continuing from, and other layouts of it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import click
 
 from bevctl.cli.options import json_option
 from bevctl.console import Console, table
-from bevctl.errors import ExitCode
+from bevctl.errors import BevctlError, ExitCode
 
 if TYPE_CHECKING:
+    from bevctl.engine.checkpoint_convert import Conversion
     from bevctl.engine.checkpoint_report import CheckpointReport
 
 
 @click.group("checkpoint")
 def command() -> None:
-    """Show or verify a checkpoint of bevctl, mit-bevfusion, mmcv, mmengine or mmdet3d.
+    """Show, verify or convert a checkpoint of bevctl, mit-bevfusion, mmcv, mmengine or mmdet3d.
 
     The file is read as data: nothing that it names is ever executed.
     """
@@ -57,6 +58,101 @@ def verify(console: Console, file: Path) -> ExitCode:
     if not report.is_broken:
         console.result(f"{file}: ok, {len(report.parts)} parts, {_position(report)}")
     return code
+
+
+@command.command("convert")
+@click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
+@click.option("--to", "layout", required=True, type=click.Choice(["bevctl", "mit", "mmdet3d"]), help="Layout to write.")
+@click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="OUT", help="Default: FILE_TO.pth beside FILE."
+)
+@click.option(
+    "--config",
+    "config_name",
+    metavar="CONFIG",
+    help="The model that the weights belong to: checked, and kept in the file, so that eval needs no CONFIG.",
+)
+@click.option(
+    "--min-loaded",
+    type=click.FloatRange(0, 1),
+    default=1.0,
+    metavar="SHARE",
+    help="Least share of CONFIG's entries that FILE must have; default: 1, all.",
+)
+@click.option(
+    "--boxes",
+    type=click.Choice(["auto", "lwh", "wlh"]),
+    default="auto",
+    help="Boxes of FILE's detection head: l, w, h, yaw, or w, l, h, -yaw - pi/2; auto: by its layout.",
+)
+@click.option("--task", type=click.Choice(["object", "map"]), help="Write one head alone, with its decoder.")
+@click.option("--yes", is_flag=True, help="Replace OUT if it exists.")
+@click.option("-n", "--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
+@json_option
+@click.pass_obj
+def convert(
+    console: Console,
+    file: Path,
+    layout: str,
+    out: Path | None,
+    config_name: str | None,
+    min_loaded: float,
+    boxes: str,
+    task: str | None,
+    yes: bool,
+    dry_run: bool,
+) -> ExitCode:
+    """Write the weights of FILE for bevctl, mit-bevfusion or mmdet3d's BEVFusion.
+
+    The box convention changes with the layout. For bevctl, epoch, loss scale and optimizer state are kept too.
+    """
+    from bevctl.config.load import load
+    from bevctl.engine.checkpoint import read_checkpoint, write_checkpoint
+    from bevctl.engine.checkpoint_convert import Wish, convert_checkpoint
+
+    target = out or file.with_name(f"{file.stem}_{layout}.pth")
+    _check_target(file, target, yes or dry_run)
+    config = load(config_name).config if config_name is not None else None
+    conversion = convert_checkpoint(read_checkpoint(file), Wish(layout, boxes, task, config, min_loaded))
+    if not dry_run:
+        write_checkpoint(target, conversion.content)
+    _tell_conversion(console, conversion, file, target, layout, dry_run)
+    return ExitCode.OK
+
+
+def _check_target(file: Path, target: Path, may_replace: bool) -> None:
+    if not target.parent.is_dir():
+        raise BevctlError(f"There is no folder {target.parent}.", "Make it, or choose another --out.")
+    if target.exists() and file.exists() and target.samefile(file):
+        raise BevctlError(f"--out {target} is FILE itself.", "Choose another name: the original stays.")
+    if target.exists() and not may_replace:
+        raise BevctlError(f"{target} exists.", "Choose another --out, or replace it with --yes.", ExitCode.FINDINGS)
+
+
+def _tell_conversion(
+    console: Console, conversion: Conversion, file: Path, target: Path, layout: str, dry_run: bool
+) -> None:
+    by_part = conversion.report.by_part() if conversion.report is not None else conversion.parts
+    columns = list(next(iter(by_part.values())))
+    rows = [(part, *(counts[column] for column in columns)) for part, counts in by_part.items()]
+    console.result(table(["part", *columns], rows))
+    for note in conversion.notes:
+        console.result(f"{note}.")
+    total = len(conversion.content["state_dict"])
+    what = f"{total} entries, {conversion.layout} layout to {layout}"
+    console.result(f"{target}: {what}" + (" (not written)" if dry_run else ""))
+    body = {
+        "path": target,
+        "source": file,
+        "from": conversion.layout,
+        "to": layout,
+        "entries": total,
+        "parts": conversion.parts,
+        "fit": conversion.report.by_part() if conversion.report is not None else None,
+        "notes": conversion.notes,
+        "written": not dry_run,
+    }
+    console.document("checkpoint", body, "ok")
 
 
 def _inspect(file: Path) -> CheckpointReport:

@@ -34,6 +34,13 @@ ERRORS = ("ATE", "ASE", "AOE", "AVE", "AAE")
 @config_option("--workers", key="train.workers", type=int, metavar="N", help="Loading processes per GPU.")
 @click.option("--gpus", type=click.IntRange(1), default=1, metavar="N", help="GPUs of this machine to use; default: 1.")
 @click.option(
+    "--min-loaded",
+    type=click.FloatRange(0, 1),
+    default=1.0,
+    metavar="SHARE",
+    help="Least share of the model's entries that the checkpoint must have; default: 1, all.",
+)
+@click.option(
     "--submission",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
@@ -53,6 +60,7 @@ def command(
     request: ConfigRequest,
     checkpoint: str,
     gpus: int,
+    min_loaded: float,
     submission: Path | None,
     show: Path | None,
     show_samples: int,
@@ -74,7 +82,7 @@ def command(
     def work(world: World) -> int:
         from bevctl.evaluate.job import evaluate_checkpoint
 
-        done = evaluate_checkpoint(config, path, world, console, show_samples if show else 0)
+        done = evaluate_checkpoint(config, path, world, console, show_samples if show else 0, min_loaded)
         if world.is_main:
             _check_scored(done, config, submission)
             _write_files(console, done, config, submission, show, show_score)

@@ -72,7 +72,20 @@ class LossScale(click.ParamType):
 @config_option("--grad-clip", key="optim.clip", type=float, metavar="NORM", help="Largest gradient norm.")
 @click.option("--grad-checkpoint", is_flag=True, help="Recompute activations instead of keeping them: less memory.")
 @click.option("--resume", metavar="CKPT|auto", help="Continue from a checkpoint; auto: the newest, if there is one.")
-@click.option("--load-from", metavar="CKPT", help="Take the weights of a checkpoint and start at iteration 0.")
+@config_option(
+    "--load-from",
+    key="model.load_from",
+    multiple=True,
+    metavar="CKPT",
+    help="Take the weights of a checkpoint and start at iteration 0; several times: one after the other.",
+)
+@click.option(
+    "--min-loaded",
+    type=click.FloatRange(0, 1),
+    metavar="SHARE",
+    help="Least share of entries that must fit: of the file with --load-from (default: 0.5), of the model with "
+    "--resume (0.9).",
+)
 @click.option("--gpus", type=click.IntRange(1), metavar="N", help="GPUs of this machine to use; default: 1.")
 @click.option("--nnodes", type=click.IntRange(1), default=1, metavar="N", help="Machines; default: 1.")
 @click.option("--rdzv-endpoint", metavar="HOST:PORT", help="Where the machines meet.")
@@ -95,7 +108,7 @@ def command(
     max_iters: int | None,
     grad_checkpoint: bool,
     resume: str | None,
-    load_from: str | None,
+    min_loaded: float | None,
     gpus: int | None,
     nnodes: int,
     rdzv_endpoint: str | None,
@@ -111,11 +124,11 @@ def command(
     from bevctl.config.load import Given
     from bevctl.engine.launch import Cluster
     from bevctl.engine.run import RunOptions
-    from bevctl.engine.workdir import resumed_config
+    from bevctl.engine.workdir import find_checkpoint, resumed_config, work_dir_of
     from bevctl.models.build import CHECKPOINTED_PARTS
     from bevctl.preflight.start import check_start, is_first_process
 
-    if resume is not None and load_from is not None:
+    if resume is not None and "model.load_from" in request.given:
         raise BevctlError("--resume and --load-from contradict each other.", "Resuming takes the weights as well.")
     options = _learning_rate(lr, lr_scaling)
     if epochs is not None:
@@ -124,7 +137,9 @@ def command(
         options["model.checkpointing"] = list(CHECKPOINTED_PARTS)
     work_dir = str(request.given["work_dir"].value) if "work_dir" in request.given else None
     config = request.load(options, lambda: resumed_config(resume, work_dir)).config
-    run = RunOptions(resume, load_from, max_iters)
+    for name in config.model.load_from if resume is None else ():
+        find_checkpoint(name, work_dir_of(config))
+    run = RunOptions(resume, min_loaded, max_iters)
     cluster = Cluster(gpus or 1, nnodes, rdzv_endpoint)
     if dry_run:
         return _preview(config, run, cluster, console)

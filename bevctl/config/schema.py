@@ -155,6 +155,11 @@ class ViewTransformConfig:
     dbound: tuple[float, float, float] = opt((1.0, 60.0, 0.5), "depth bins: first, end, step, m")
     channels: int = opt(80, "context channels", low=1)
     downsample: int = opt(2, "stride from the splat grid to the BEV grid", low=1, high=2)
+    truncate: bool = opt(
+        False,
+        "count points up to one cell below a lower bound in the first cell, as mit-bevfusion and mmdet3d do; "
+        "for weights trained there",
+    )
 
 
 @dataclass(frozen=True)
@@ -202,6 +207,11 @@ class ObjectHeadConfig:
     ffn: int = opt(256, "width of the feed-forward layer", low=8)
     dropout: float = opt(0.1, "dropout", low=0, high=0.9)
     nms_kernel: int = opt(3, "heatmap local-maximum window", low=1)
+    box_z: str = opt(
+        "centre",
+        "what the height branch predicts: z of a box's centre, or of its top, as weights trained by mit-bevfusion do",
+        choices=("centre", "top"),
+    )
     loss_weight: float = opt(1.0, "weight of the task", low=0)
     heatmap_weight: float = opt(1.0, "weight of the heatmap loss", low=0)
     class_weight: float = opt(1.0, "weight of the classification loss", low=0)
@@ -228,7 +238,14 @@ class ModelConfig:
     )
     camera: CameraConfig | None = opt(CameraConfig, "camera branch, or null")
     lidar: LidarConfig | None = opt(LidarConfig, "LiDAR branch, or null")
+    point_dtype: str = opt(
+        "fp32",
+        "number format that points are rounded to first; fp16 moves far ones by centimetres, and is what "
+        "mit-bevfusion's weights were trained with",
+        choices=("fp32", "fp16"),
+    )
     decoder: DecoderConfig = opt(DecoderConfig, "BEV decoder")
+    shared_decoder: bool = opt(True, "one BEV decoder for both heads, or false: one for each")
     object: ObjectHeadConfig | None = opt(ObjectHeadConfig, "detection head, or null")
     map: MapHeadConfig | None = opt(None, "map head, or null")
     norm_momentum: float = opt(
@@ -239,6 +256,12 @@ class ModelConfig:
         high=1,
     )
     checkpointing: tuple[str, ...] = opt((), "parts whose activations are recomputed: camera, lidar, decoder")
+    load_from: tuple[str, ...] = opt(
+        (), "checkpoints whose weights a new run starts from, one after the other; a LiDAR model's, for example"
+    )
+    freeze: tuple[str, ...] = opt(
+        (), "modules that do not learn, such as encoders.camera.backbone; their norms and dropout act as in evaluation"
+    )
 
 
 @dataclass(frozen=True)
@@ -312,6 +335,11 @@ class OptimConfig:
     warmup: int = opt(500, "iterations of linear warm-up", low=0)
     warmup_ratio: float = opt(1 / 3, "first learning rate over the peak", low=0, high=1)
     min_ratio: float = opt(1e-3, "last learning rate over the peak", low=0, high=1)
+    cosine_steps: int | None = opt(
+        None,
+        "cosine: falls in this many equal steps, in mmcv the number of epochs; null: with every iteration",
+        low=1,
+    )
     cyclic_peak: float = opt(10.0, "cyclic: peak over lr", above=0)
     cyclic_end: float = opt(1e-4, "cyclic: end over lr", above=0)
     cyclic_up: float = opt(0.4, "cyclic: share of the run that rises", low=0.01, high=0.99)

@@ -11,8 +11,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bevctl.engine.load_report import LoadReport, by_prefix
 from bevctl.engine.unpickle import read_pickle
 from bevctl.errors import BevctlError, ExitCode
 from bevctl.files import atomic_path
-from bevctl.models.layouts import legacy_boxes_to_ours, match_bias_tables, to_ours
+from bevctl.models.layouts import exchange_box_convention, match_decoders, to_ours
+from bevctl.models.layouts_swin import match_bias_tables
 
 FORMAT = "bevctl"
 _NUMBERED = re.compile(r"(epoch|iter)_\d+\.pth")
 _GEOMETRY = ("dx", "bx", "nx", "frustum")
-"""Entries that follow from the config; other projects store them as frozen parameters."""
+"""Entries of the view transform that follow from the config; other projects store them as frozen parameters."""
+_DERIVED = (*_GEOMETRY, "relative_position_index")
+_COUNTER = "num_batches_tracked"
+"""Read by nothing, and not in old files."""
+_NO_PETR = "It is a checkpoint of PETR or PETRv2, and bevctl has no such model."
 
 
 @dataclass(frozen=True)
@@ -178,34 +183,6 @@ def newest_checkpoints(work_dir: Path) -> list[Path]:
     return found
 
 
-@dataclass(frozen=True)
-class LoadReport:
-    """What became of each entry when weights were loaded."""
-
-    layout: str
-    loaded: int
-    missing: list[str]
-    """Entries of the model that the file lacks: they keep their initial values."""
-    unexpected: list[str]
-    """Entries of the file that the model has no place for."""
-    mismatched: list[str]
-    """Entries of both whose shape differs: not loaded."""
-    notes: list[str]
-
-    def sentences(self) -> list[str]:
-        lines = [f"Loaded {self.loaded} entries ({self.layout} layout)"]
-        for kind in ("missing", "unexpected", "mismatched"):
-            names: list[str] = getattr(self, kind)
-            if names:
-                lines.append(f"{len(names)} {kind}: {_by_prefix(names)}")
-        return lines + self.notes
-
-
-def _by_prefix(names: Iterable[str]) -> str:
-    counts = Counter(".".join(name.split(".")[:3]) for name in names)
-    return ", ".join(f"{prefix} ({count})" for prefix, count in counts.most_common(8))
-
-
 def load_weights(model: nn.Module, path: Path) -> LoadReport:
     """Loads the weights of a checkpoint of any known layout into `model`, entry by entry where name and shape agree.
 
@@ -218,45 +195,66 @@ def load_weights(model: nn.Module, path: Path) -> LoadReport:
 def load_state(model: nn.Module, checkpoint: Checkpoint) -> LoadReport:
     """`load_weights` for a checkpoint that was read already."""
     ours = model.state_dict()
-    converted, layout, notes = _convert(checkpoint)
-    converted = match_bias_tables(converted, ours)
-    geometry = {key for key in ours if key.rpartition(".")[2] in _GEOMETRY}
-    fitting = {k: v for k, v in converted.items() if k in ours and v.shape == ours[k].shape and k not in geometry}
+    state, layout, notes = to_our_layout(checkpoint)
+    state = match_decoders(match_bias_tables(state, ours), ours)
+    derived = {key for key in ours if is_derived(key)}
+    fitting = {k: v for k, v in state.items() if k in ours and v.shape == ours[k].shape and k not in derived}
     if not fitting:
         raise BevctlError(
-            f"Not one of the {len(converted)} entries of {checkpoint.path} fits this model (layout: {layout}).",
-            f"The file has {_by_prefix(converted)}; the model has {_by_prefix(ours)}. Choose the matching CONFIG.",
+            f"Not one of the {len(state)} entries of {checkpoint.path} fits this model (layout: {layout}).",
+            _NO_PETR
+            if layout == "petr"
+            else f"The file has {by_prefix(state)}; the model has {by_prefix(ours)}. Choose the matching CONFIG.",
         )
     model.load_state_dict(fitting, strict=False)
-    differs = [k for k in sorted(geometry & converted.keys()) if not _same_geometry(converted[k], ours[k])]
+    geometry = (key for key in sorted(derived & state.keys()) if key.rpartition(".")[2] in _GEOMETRY)
+    differs = [key for key in geometry if not _same_values(state[key], ours[key])]
     if differs:
         notes.append(f"Geometry follows this config, not the file, which has another: {', '.join(differs)}")
+    as_read = {id(value) for value in checkpoint.state_dict.values()}
     return LoadReport(
-        layout="bevctl" if checkpoint.origin == "bevctl" else layout,
-        loaded=len(fitting),
-        missing=[key for key in ours if key not in converted and key not in geometry],
-        unexpected=[key for key in converted if key not in ours],
-        mismatched=[key for key in converted if key in ours and key not in fitting and key not in geometry],
+        source=str(checkpoint.path),
+        layout=layout,
+        loaded=list(fitting),
+        reshaped=[key for key, value in fitting.items() if id(value) not in as_read],
+        missing=[key for key in ours if key not in state and key not in derived and not key.endswith(_COUNTER)],
+        unexpected=[key for key in state if key not in ours],
+        mismatched=[key for key in state if key in ours and key not in fitting and key not in derived],
         notes=notes,
     )
 
 
-def _convert(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], str, list[str]]:
+def is_derived(key: str) -> bool:
+    """Whether the entry follows from the config and is not learned."""
+    return key.rpartition(".")[2] in _DERIVED
+
+
+def to_our_layout(checkpoint: Checkpoint, boxes: str = "auto") -> tuple[dict[str, Tensor], str, list[str]]:
+    """A checkpoint's state under our names and conventions, the layout it had, and what to say about that.
+
+    `boxes` is the convention of its detection head: lwh (ours), wlh (mit-bevfusion's), or auto, which is wlh for files
+    in mit-bevfusion's layout that bevctl did not write.
+    """
     if checkpoint.origin == "bevctl":
-        return checkpoint.state_dict, "bevctl", []
-    converted, layout = to_ours(checkpoint.state_dict)
+        state, layout = checkpoint.state_dict, "bevctl"
+    else:
+        state, layout = to_ours(checkpoint.state_dict)
+    is_legacy = layout == "mit" if boxes == "auto" else boxes == "wlh"
     notes = []
-    if layout == "mit" and any(key.startswith("heads.object.prediction_heads.") for key in converted):
-        converted = legacy_boxes_to_ours(converted)
-        notes.append("Detection head converted from mit-bevfusion's boxes (w, l, h, -yaw - pi/2) to (l, w, h, yaw)")
-    return converted, layout, notes
+    if is_legacy and any(key.startswith("heads.object.prediction_heads.") for key in state):
+        state = exchange_box_convention(state)
+        notes.append(
+            "Detection head converted from mit-bevfusion's boxes (w, l, h, -yaw - pi/2) to (l, w, h, yaw); if it was "
+            "trained there, its z is the top of the box: model.object.box_z=top"
+        )
+    return state, layout, notes
 
 
-def _same_geometry(theirs: Tensor, ours: Tensor) -> bool:
+def _same_values(theirs: Tensor, ours: Tensor) -> bool:
     return theirs.shape == ours.shape and torch.allclose(theirs.double(), ours.cpu().double(), atol=1e-4)
 
 
 def convert_like_weights(checkpoint: Checkpoint, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`values`, one tensor a parameter under the file's names, renamed and reordered as the file's weights are."""
     stand_in = Checkpoint(checkpoint.path, {"meta": checkpoint.meta, "state_dict": dict(values)})
-    return _convert(stand_in)[0]
+    return to_our_layout(stand_in)[0]

@@ -103,7 +103,7 @@ def snapshot(
     }
 
 
-def restore(state: TrainState, checkpoint: Checkpoint, world: World) -> Resumed:
+def restore(state: TrainState, checkpoint: Checkpoint, world: World, min_loaded: float = 0.0) -> Resumed:
     """Puts a checkpoint into the objects of a run.
 
     In the same setting everything is restored. In another one, or from another project's file, the epoch is kept, the
@@ -111,9 +111,10 @@ def restore(state: TrainState, checkpoint: Checkpoint, world: World) -> Resumed:
     start anew from the seed.
 
     Raises:
-        BevctlError: no weight fits the model.
+        BevctlError: no weight fits the model, or a smaller share of its entries than `min_loaded`.
     """
     report = load_state(state.model, checkpoint)
+    report.require(share_of_model=min_loaded)
     changes = _changes(state.setting, checkpoint)
     resumed = Resumed(source=checkpoint.path, exact=not changes)
     resumed.notes = [f"Resuming from {checkpoint.path} (written by {_writer(checkpoint)})", *report.sentences()]

@@ -50,6 +50,8 @@ from bevctl.ops import spconv_bridge
 from bevctl.ops.site_norm import share_statistics
 from bevctl.runs.writer import RunWriter, read_run
 
+MIN_RESUMED, MIN_LOADED = 0.9, 0.5
+"""Least share of a model's entries that a resumed file has, and of a file's entries that a new run takes."""
 _STATUS = {ExitCode.OK: "finished", ExitCode.PREEMPTED: "preempted", ExitCode.NONFINITE: "nonfinite"}
 
 
@@ -59,8 +61,8 @@ class RunOptions:
 
     resume: str | None = None
     """Checkpoint to continue from, by path or name, or "auto"."""
-    load_from: str | None = None
-    """Checkpoint whose weights alone are taken."""
+    min_loaded: float | None = None
+    """Share of entries, of the model when resuming and of the file when only weights are taken, that must fit."""
     max_iters: int | None = None
     """Iteration to stop at; the schedule does not know of it."""
 
@@ -194,7 +196,7 @@ def train(config: Config, options: RunOptions, world: World, console: Console) -
         on_main(world, lambda: _check_start(config, work_dir, options))
         checkpoint = read_resume(options.resume, work_dir, console.info if world.is_main else console.detail)
         parts = build_parts(config, world, device)
-        resumed = _start_state(parts, checkpoint, options.load_from)
+        resumed = _start_state(parts, checkpoint, options.min_loaded)
         return _train(parts, options, work_dir, resumed, console, stop)
 
 
@@ -204,16 +206,17 @@ def _check_start(config: Config, work_dir: Path, options: RunOptions) -> None:
         summary_writer()
 
 
-def _start_state(parts: Parts, checkpoint: Checkpoint | None, load_from: str | None) -> Resumed:
-    """Continues `checkpoint`; or starts afresh, from the image backbone's weights and then from `load_from`."""
+def _start_state(parts: Parts, checkpoint: Checkpoint | None, min_loaded: float | None) -> Resumed:
+    """Continues `checkpoint`; or starts afresh, from the image backbone's weights and then those of model.load_from."""
     if checkpoint is not None:
-        return restore(parts.state, checkpoint, parts.world)
+        return restore(parts.state, checkpoint, parts.world, MIN_RESUMED if min_loaded is None else min_loaded)
     camera = parts.config.model.camera
     sources = [Path(camera.pretrained)] if camera is not None and camera.pretrained else []
-    sources += [find_checkpoint(load_from, work_dir_of(parts.config))] if load_from is not None else []
+    sources += [find_checkpoint(name, work_dir_of(parts.config)) for name in parts.config.model.load_from]
     notes = []
     for source in sources:
         report = load_state(parts.state.model, read_checkpoint(source))
+        report.require(share_of_file=MIN_LOADED if min_loaded is None else min_loaded)
         notes += [f"Weights from {source}, training starts at iteration 0", *report.sentences()]
     if sources and parts.state.average is not None:
         parts.state.average.load_state_dict(parts.state.model.state_dict())
@@ -364,12 +367,16 @@ def _open_event_files(parts: Parts, work_dir: Path, resumed: Resumed) -> Iterato
         yield event_files
 
 
+def _load_from(config: Config) -> str | None:
+    return ", ".join(config.model.load_from) or None
+
+
 def _segment(parts: Parts, options: RunOptions, resumed: Resumed) -> dict[str, Any]:
     return {
         "started": time.time(),
         "iter": resumed.iteration,
         "resume": options.resume,
-        "load_from": options.load_from,
+        "load_from": _load_from(parts.config) if options.resume is None else None,
         "exact": resumed.exact,
         **asdict(parts.state.setting),
         "loss_scale": parts.config.precision.loss_scale if parts.precision.is_half else None,

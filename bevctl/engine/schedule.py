@@ -26,7 +26,7 @@ class Schedule:
 
     def lr_factor(self, iteration: int) -> float:
         """Learning rate over its peak (cyclic: over `optim.lr`) for the step after `iteration` attempted ones."""
-        return self._shape(iteration / max(self.total, 1)) * self._warmup(iteration)
+        return self._shape(iteration) * self._warmup(iteration)
 
     def beta1_factor(self, iteration: int) -> float:
         """AdamW's first beta over its configured value."""
@@ -34,9 +34,13 @@ class Schedule:
             return 1.0
         return _cycle(iteration / max(self.total, 1), self.optim.cyclic_up, _MOMENTUM_DIP, 1.0)
 
-    def _shape(self, progress: float) -> float:
+    def _shape(self, iteration: int) -> float:
+        progress = iteration / max(self.total, 1)
         if self.optim.schedule == "cosine":
-            return _anneal(1.0, self.optim.min_ratio, progress)
+            steps = self.optim.cosine_steps
+            # Whole numbers: a step must not begin one iteration late for rounding.
+            reached = progress if steps is None else iteration * steps // max(self.total, 1) / steps
+            return _anneal(1.0, self.optim.min_ratio, reached)
         if self.optim.schedule == "cyclic":
             return _cycle(progress, self.optim.cyclic_up, self.optim.cyclic_peak, self.optim.cyclic_end)
         return 1.0

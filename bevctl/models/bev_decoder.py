@@ -93,3 +93,11 @@ class BevDecoder(nn.Module):
         """(B, C_in, X, Y), X and Y even → (B, channels, X, Y)."""
         decoded: Tensor = self.neck(self.backbone(channels_last(x)))
         return decoded
+
+
+class TaskDecoders(nn.ModuleDict):
+    """A decoder for each task, by its name."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """(B, C_in, X, Y), X and Y even → task: (B, channels, X, Y)."""
+        return {task: decoder(x) for task, decoder in self.items()}

@@ -5,15 +5,16 @@ Module names, and so state-dict keys, are those of mit-bevfusion.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from bevctl.batch import Batch, Calibration, Predictions
-from bevctl.errors import BevctlError, ExitCode
-from bevctl.models.bev_decoder import BevDecoder, ConvFuser
+from bevctl.errors import BevctlError, ExitCode, did_you_mean
+from bevctl.models.bev_decoder import BevDecoder, ConvFuser, TaskDecoders
 from bevctl.models.image_backbone import TimmBackbone
 from bevctl.models.layers import recompute
 from bevctl.models.lidar import VoxelLidarEncoder
@@ -67,15 +68,17 @@ class BEVFusion(nn.Module):
     """Any of camera and LiDAR, any of detection and map.
 
     `fuser` joins two sensors and is None for one. `checkpoint_lidar` recomputes the LiDAR branch in the backward pass.
+    `point_dtype` is what points are rounded to before anything reads them.
     """
 
     def __init__(
         self,
         encoders: Mapping[str, CameraEncoder | VoxelLidarEncoder],
         fuser: ConvFuser | None,
-        decoder: BevDecoder,
+        decoder: BevDecoder | TaskDecoders,
         heads: Mapping[str, TransFusionHead | MapHead],
         checkpoint_lidar: bool = False,
+        point_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.encoders = nn.ModuleDict(encoders)
@@ -83,16 +86,38 @@ class BEVFusion(nn.Module):
         self.decoder = decoder
         self.heads = nn.ModuleDict(heads)
         self.checkpoint_lidar = checkpoint_lidar
+        self.point_dtype = point_dtype
+        self._frozen: list[nn.Module] = []
+
+    def freeze(self, names: Iterable[str]) -> None:
+        """Modules that from now on do not learn and stay in evaluation mode.
+
+        Raises BevctlError for a name that no module has.
+        """
+        modules = dict(self.named_modules())
+        for name in names:
+            if name not in modules:
+                known = [known for known in modules if known and known.count(".") <= name.count(".")]
+                raise BevctlError(f"model.freeze: the model has no module {name!r}.", did_you_mean(name, known))
+            self._frozen.append(modules[name].requires_grad_(False))
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> BEVFusion:
+        """As of any module, except that frozen modules stay in evaluation mode."""
+        super().train(mode)
+        for module in self._frozen:
+            module.eval()
+        return self
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Scalars: weighted losses, whose sum is the loss of the step, under `loss/<task>/…`, and `stats/<task>/…`.
 
         Raises BevctlError where the batch lacks a sensor that the model reads.
         """
-        bev = self._bev(batch)
+        maps = self._maps(batch)
         values: dict[str, Tensor] = {}
-        for head in self._heads().values():
-            values |= head.loss(head(bev), batch)
+        for task, head in self._heads().items():
+            values |= head.loss(head(maps[task]), batch)
         return values
 
     @torch.no_grad()
@@ -102,27 +127,30 @@ class BEVFusion(nn.Module):
         if batch.size == 0:
             nothing: list[Tensor] | None = [] if "object" in heads else None
             return Predictions(nothing, nothing, nothing)
-        bev = self._bev(batch)
+        maps = self._maps(batch)
         found: dict[str, list[Tensor]] = {}
         bev_map = None
-        for head in heads.values():
+        for task, head in heads.items():
+            outputs = head(maps[task])
             if isinstance(head, TransFusionHead):
-                found = dict(zip(("boxes", "scores", "labels"), head.predict(head(bev)), strict=True))
+                found = dict(zip(("boxes", "scores", "labels"), head.predict(outputs), strict=True))
             else:
-                bev_map = head.predict(head(bev))
+                bev_map = head.predict(outputs)
         return Predictions(**found, bev_map=bev_map)
 
     def _heads(self) -> dict[str, TransFusionHead | MapHead]:
         return cast("dict[str, TransFusionHead | MapHead]", dict(self.heads.items()))
 
-    def _bev(self, batch: Batch) -> Tensor:
-        """(B, C, X, Y) map that the heads read."""
+    def _maps(self, batch: Batch) -> dict[str, Tensor]:
+        """The map (B, C, X, Y) that each head reads, by task."""
+        if self.point_dtype != torch.float32 and batch.points is not None:
+            batch = dataclasses.replace(batch, points=[p.to(self.point_dtype).float() for p in batch.points])
         # Asked for before the camera's work is queued: the host waits for their number and for nothing else.
         voxels = self._voxels(batch)
         maps = [self._encode(sensor, batch, voxels) for sensor in self.encoders]
         fused = maps[0] if self.fuser is None else self.fuser(maps)
-        bev: Tensor = self.decoder(fused)
-        return bev
+        decoded: Tensor | dict[str, Tensor] = self.decoder(fused)
+        return decoded if isinstance(decoded, dict) else dict.fromkeys(self.heads, decoded)
 
     def _voxels(self, batch: Batch) -> Sparse | None:
         encoder = dict(self.encoders.items()).get("lidar")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bevctl.config.rules import LIDAR_STRIDE
 from bevctl.config.rules import PARTS as CHECKPOINTED_PARTS
 from bevctl.config.schema import CameraConfig, Config, ModelConfig
-from bevctl.models.bev_decoder import BevDecoder, ConvFuser
+from bevctl.models.bev_decoder import BevDecoder, ConvFuser, TaskDecoders
 from bevctl.models.bevfusion import BEVFusion, CameraEncoder
 from bevctl.models.box_coder import BevGrid
 from bevctl.models.image_backbone import build_image_backbone
@@ -43,6 +44,7 @@ _STATIC_PARTS = {
 }
 """Modules whose tensors have the same shapes in every step, and the checkpointing that recomputes them from outside."""
 _RECOMPUTES_INSIDE = {"encoders.camera.backbone": "camera", "decoder": "decoder"}
+_POINT_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
 
 def static_parts(model: ModelConfig, recomputing: bool = True) -> list[str]:
@@ -54,12 +56,20 @@ def static_parts(model: ModelConfig, recomputing: bool = True) -> list[str]:
     recomputing_inside = set(_RECOMPUTES_INSIDE) if not recomputing else set()
     if model.camera is not None and model.camera.backbone != "swin":
         recomputing_inside.add("encoders.camera.backbone")
-    return [
+    names = [
         name
         for name, outside in _STATIC_PARTS.items()
         if outside not in model.checkpointing
         and not (name in recomputing_inside and _RECOMPUTES_INSIDE[name] in model.checkpointing)
     ]
+    decoders = [f"decoder.{task}" for task in decoder_tasks(model)]
+    return [part for name in names for part in (decoders if name == "decoder" and decoders else [name])]
+
+
+def decoder_tasks(model: ModelConfig) -> tuple[str, ...]:
+    """The tasks that have a BEV decoder of their own; none where one serves all."""
+    both = model.object is not None and model.map is not None
+    return ("object", "map") if both and not model.shared_decoder else ()
 
 
 def build_model(config: Config) -> nn.Module:
@@ -85,10 +95,13 @@ def build_bevfusion(config: Config) -> BEVFusion:
         channels.append(lidar.out_channels)
     fuser = ConvFuser(channels, model.decoder.fused_channels) if len(channels) > 1 else None
     fused_channels = channels[0] if fuser is None else model.decoder.fused_channels
-    decoder = BevDecoder(fused_channels, model.decoder, recomputed["decoder"])
+    decoder = _decoder(model, fused_channels, recomputed["decoder"])
     for part in (encoders.get("lidar"), decoder):
         _set_norm_momentum(part, model.norm_momentum)
-    return BEVFusion(encoders, fuser, decoder, _heads(config, decoder.channels, grid), recomputed["lidar"])
+    heads = _heads(config, 2 * model.decoder.neck_channels, grid)
+    network = BEVFusion(encoders, fuser, decoder, heads, recomputed["lidar"], _POINT_DTYPES[model.point_dtype])
+    network.freeze(model.freeze)
+    return network
 
 
 MODELS = {"bevfusion": build_bevfusion}
@@ -108,6 +121,13 @@ def _camera_encoder(config: CameraConfig, checkpointing: bool) -> CameraEncoder:
     neck = GeneralizedLSSFPN(backbone.channels, config.neck_channels)
     view = build_view_transform(config.view, config.neck_channels, config.image_size)
     return CameraEncoder(backbone, neck, view, checkpointing)
+
+
+def _decoder(model: ModelConfig, channels: int, checkpointing: bool) -> BevDecoder | TaskDecoders:
+    tasks = decoder_tasks(model)
+    if not tasks:
+        return BevDecoder(channels, model.decoder, checkpointing)
+    return TaskDecoders({task: BevDecoder(channels, model.decoder, checkpointing) for task in tasks})
 
 
 def _set_norm_momentum(part: nn.Module | None, momentum: float) -> None:

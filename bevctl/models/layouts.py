@@ -1,4 +1,4 @@
-"""State dicts of other projects, as pure functions from their names and tensors to ours.
+"""State dicts of other projects, as pure functions between their names and tensors and ours.
 
 Our names are those of mit-bevfusion, so its files need no renaming. mmdet3d ≥ 1.2 uses other prefixes and other names
 in the query decoder; spconv 2 stores sparse kernels as (out, x, y, z, in) where ours are (x, y, z, in, out); a file
@@ -7,22 +7,36 @@ may also hold an image backbone alone, in the layout of mmdet or of the original
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from bevctl.models.layouts_swin import swin_to_mmdet
 
 BACKBONE = "encoders.camera.backbone."
 SPARSE_ENCODER = "encoders.lidar.backbone."
-OUR_ROOTS = ("encoders.camera.", "encoders.lidar.", "fuser.", "decoder.backbone.", "decoder.neck.", "heads.")
+TASKS = ("object", "map")
+OUR_ROOTS = (
+    "encoders.camera.",
+    "encoders.lidar.",
+    "fuser.",
+    "decoder.backbone.",
+    "decoder.neck.",
+    *(f"decoder.{task}." for task in TASKS),
+    "heads.",
+)
+PETR_ROOTS = ("pts_bbox_head.transformer.", "pts_bbox_head.position_encoder.")
+"""Parts of PETR and PETRv2, whose other names are also mmdet3d's; there is no such model here."""
+VIEW_TRANSFORM = "encoders.camera.vtransform."
+VIEW_TRANSFORM_ORDER = ("dtransform.", "depthnet.", "downsample.")
+"""Order of its modules in mit-bevfusion and mmdet3d; what comes before them is its geometry."""
 WRAPPERS = ("module.", "_orig_mod.")
 
 MMDET3D_PREFIXES = (
     (BACKBONE, "img_backbone."),
     ("encoders.camera.neck.", "img_neck."),
-    ("encoders.camera.vtransform.", "view_transform."),
+    (VIEW_TRANSFORM, "view_transform."),
     (SPARSE_ENCODER, "pts_middle_encoder."),
     ("fuser.", "fusion_layer."),
     ("decoder.backbone.", "pts_backbone."),
@@ -42,22 +56,14 @@ MMDET3D_DECODER_LAYER = (
     ("norm3.", "norms.2."),
 )
 
-ORIGINAL_SWIN_NAMES = (
-    ("layers.", "stages."),
-    ("patch_embed.proj.", "patch_embed.projection."),
-    (".attn.", ".attn.w_msa."),
-    (".mlp.fc1.", ".ffn.layers.0.0."),
-    (".mlp.fc2.", ".ffn.layers.1."),
-)
-
 
 def to_ours(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
     """A foreign model state under our names and kernel order, and the layout that was recognised.
 
     The layout is "mit" (our own names), "mmdet3d", "mmdet_backbone", "swin_backbone" (both an image backbone alone,
-    given the backbone's place in our model), or "unknown" (names returned as they came). Entries that have no place
-    in our model (a detector's other parts, classification heads) are left out. Tensors are shared with `state` unless
-    reordered.
+    given the backbone's place in our model), "petr" or "unknown" (names returned as they came). Entries that have no
+    place in our model (a detector's other parts, classification heads) are left out. Tensors are shared with `state`
+    unless reordered.
     """
     bare = {unwrapped(key): value for key, value in state.items()}
     layout = recognise(bare)
@@ -75,6 +81,8 @@ def recognise(names: Iterable[str]) -> str:
     keys = list(names)
     if any(key.startswith(OUR_ROOTS) for key in keys):
         return "mit"
+    if any(key.startswith(PETR_ROOTS) for key in keys):
+        return "petr"
     if any(key.startswith(theirs) for key in keys for _, theirs in MMDET3D_PREFIXES):
         return "mmdet3d"
     backbone = [key.removeprefix("backbone.") for key in keys]
@@ -85,9 +93,70 @@ def recognise(names: Iterable[str]) -> str:
     return "unknown"
 
 
+def to_mit(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our state as mit-bevfusion's tools load it: one decoder, its boxes, its order of modules.
+
+    Raises ValueError for a state with a decoder for each task (see `of_task`).
+    """
+    if tasks(state):
+        raise ValueError("a model of mit-bevfusion has one decoder")
+    return exchange_box_convention(in_their_order(state))
+
+
 def to_mmdet3d(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our state under mmdet3d's names; kernels keep our order (x, y, z, in, out), which mmcv's operators use too."""
-    return {mmdet3d_name(key): value for key, value in state.items()}
+    """Our state under mmdet3d's names and in its order; what mmdet3d has no part for (the map head) is left out.
+
+    Kernels keep our order (x, y, z, in, out): mmcv's operators use it, and mmdet3d itself turns it into spconv 2's.
+    Raises ValueError for a state with a decoder for each task (see `of_task`).
+    """
+    if tasks(state):
+        raise ValueError("a model of mmdet3d has one decoder")
+    renamed = ((mmdet3d_name(key), key, value) for key, value in in_their_order(state).items())
+    return {theirs: value for theirs, ours, value in renamed if theirs != ours}
+
+
+def in_their_order(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our state in the order in which the other projects' models register their modules."""
+
+    def rank(key: str) -> int:
+        inside = key.removeprefix(VIEW_TRANSFORM)
+        return next((i for i, part in enumerate(VIEW_TRANSFORM_ORDER, 1) if inside.startswith(part)), 0)
+
+    keys = list(state)
+    places = [place for place, key in enumerate(keys) if key.startswith(VIEW_TRANSFORM)]
+    for place, key in zip(places, sorted((keys[place] for place in places), key=rank), strict=True):
+        keys[place] = key
+    return {key: state[key] for key in keys}
+
+
+def tasks(names: Iterable[str]) -> list[str]:
+    """The tasks that have a decoder of their own, by our names."""
+    inside = [key.split(".")[1:3] for key in names if key.startswith("decoder.")]
+    return list(dict.fromkeys(parts[0] for parts in inside if parts[0] in TASKS))
+
+
+def of_task(state: Mapping[str, Tensor], task: str) -> dict[str, Tensor]:
+    """Our state without the other tasks' heads and decoders, as a model of this task alone has it."""
+    own = f"decoder.{task}."
+    others = tuple(f"decoder.{name}." for name in tasks(state) if name != task)
+    return {
+        key.replace(own, "decoder.", 1) if key.startswith(own) else key: value
+        for key, value in state.items()
+        if not key.startswith(others) and (not key.startswith("heads.") or key.startswith(f"heads.{task}."))
+    }
+
+
+def match_decoders(state: Mapping[str, Tensor], model_names: Iterable[str]) -> dict[str, Tensor]:
+    """Our state with its one decoder given to each task of a model that has a decoder for each."""
+    wanted = tasks(model_names)
+    if not wanted or tasks(state):
+        return dict(state)
+    matched = {}
+    for key, value in state.items():
+        inside = key.removeprefix("decoder.")
+        names = [f"decoder.{task}.{inside}" for task in wanted] if inside != key else [key]
+        matched.update(dict.fromkeys(names, value))
+    return matched
 
 
 def mmdet3d_name(key: str) -> str:
@@ -143,56 +212,11 @@ def _sparse_kernels_xyz_in_out(state: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def swin_to_mmdet(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """An original Swin state dict under mmdet's names, its patch merging reordered.
-
-    The original concatenates the four pixels of a 2 × 2 patch column by column with channels innermost; mmdet unfolds
-    with channels outermost, rows before columns. The classifier, the final norm (mmdet has one per output) and
-    attention masks have no counterpart.
-    """
-    converted = {}
-    for key, value in state.items():
-        if key.startswith(("head", "norm.")) or key.endswith("attn_mask"):
-            continue
-        name = key
-        for old, new in ORIGINAL_SWIN_NAMES:
-            name = name.replace(old, new)
-        if ".downsample." in name:
-            value = _merged_channels_first(value)
-        converted[name] = value
-    return converted
-
-
-def _merged_channels_first(weight: Tensor) -> Tensor:
-    """Last axis (4 · C) of patch merging from (column, row, channel) to (channel, row, column)."""
-    channels = weight.shape[-1] // 4
-    return weight.unflatten(-1, (2, 2, channels)).transpose(-3, -1).flatten(-3)
-
-
-def match_bias_tables(state: Mapping[str, Tensor], model_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`state` with relative position bias tables resized (bicubic) where the model's window has another size.
-
-    Tables are ((2w − 1)², heads); one whose number of heads differs is left alone.
-    """
-    matched = dict(state)
-    for key, table in state.items():
-        target = model_state.get(key)
-        if not key.endswith("relative_position_bias_table") or target is None or target.shape == table.shape:
-            continue
-        if target.shape[1] == table.shape[1]:
-            old, new = math.isqrt(table.shape[0]), math.isqrt(target.shape[0])
-            image = table.float().T.reshape(1, -1, old, old)
-            resized = F.interpolate(image, size=(new, new), mode="bicubic", align_corners=False)
-            matched[key] = resized.flatten(2)[0].T.to(table.dtype).contiguous()
-    return matched
-
-
-def legacy_boxes_to_ours(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A detection head trained by mit-bevfusion, made to predict our box convention.
+def exchange_box_convention(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state whose detection head predicts mit-bevfusion's boxes, made to predict ours; or the other way round.
 
     There boxes are (w, l, h) with a yaw of −yaw − π/2: the rows of width and length change places, and so do sine and
-    cosine, both negated. Its heights are gravity centre + h/2, which no linear map undoes: boxes stay h/2 too high
-    until the head has been trained on (nuScenes metrics do not look at z).
+    cosine, both negated. What the height means (`model.object.box_z`) is no linear map and stays as it is.
     """
     converted = dict(state)
     for key, value in state.items():

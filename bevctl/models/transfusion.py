@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -127,6 +128,8 @@ class TransFusionHead(nn.Module):
         Samples without annotations weigh nothing, but their outputs stay part of the graph.
         """
         config = self.config
+        if config.box_z == "top":
+            batch = dataclasses.replace(batch, boxes=[_raised(boxes, 0.5) for boxes in batch.boxes])
         with torch.autocast(outputs.codes.device.type, enabled=False):
             losses = detection_losses(
                 outputs.heatmap, outputs.logits, outputs.codes, batch, self.grid, self.code_weights
@@ -146,6 +149,8 @@ class TransFusionHead(nn.Module):
         suppression: queries are already peaks. Boxes centred too far outside the grid are left out.
         """
         boxes = decode(outputs.codes, self.grid)
+        if self.config.box_z == "top":
+            boxes = _raised(boxes, -0.5)
         scores = (outputs.logits.sigmoid() * outputs.query_scores).gather(2, outputs.query_labels[..., None])[..., 0]
         scores, order = scores.sort(dim=1, descending=True)
         boxes, labels = _take(boxes, order), outputs.query_labels.gather(1, order)
@@ -161,6 +166,12 @@ class TransFusionHead(nn.Module):
 
 def _branch(channels_in: int, channels: int) -> nn.Sequential:
     return nn.Sequential(ConvBlock(channels_in, BRANCH_CHANNELS, 1, dims=1), nn.Conv1d(BRANCH_CHANNELS, channels, 1))
+
+
+def _raised(boxes: Tensor, heights: float) -> Tensor:
+    """(..., 9) boxes moved up by a multiple of their own height."""
+    z = boxes[..., 2:3] + heights * boxes[..., 5:6]
+    return torch.cat([boxes[..., :2], z, boxes[..., 3:]], dim=-1)
 
 
 def _take(values: Tensor, index: Tensor) -> Tensor:

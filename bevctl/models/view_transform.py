@@ -65,6 +65,7 @@ class LiftSplat(nn.Module):
         self.register_buffer("nx", torch.tensor(counts))
         self.register_buffer("frustum", frustum_grid(image_size, self.feature_size, depths))
         self.grid = (counts[0], counts[1])
+        self.truncate = config.truncate
         self.downsample = _downsample(config.channels) if config.downsample == 2 else nn.Identity()
         self._indices = _IndexCache()
 
@@ -76,7 +77,7 @@ class LiftSplat(nn.Module):
     def _index(self, calibration: Calibration) -> SplatIndex:
         rays, origins = frustum_rays(self.frustum[0, ..., :2], calibration)
         bounds = (self.bx - self.dx / 2, self.dx, self.nx)
-        cells = frustum_cells(rays, origins, self.frustum[:, 0, 0, 2].contiguous(), bounds)
+        cells = frustum_cells(rays, origins, self.frustum[:, 0, 0, 2].contiguous(), bounds, self.truncate)
         return index_points(cells, self.grid)
 
     def splat(self, logits: Tensor, calibration: Calibration) -> Tensor:

@@ -41,17 +41,22 @@ class SplatIndex:
         return len(self.rows) * self.grid[0] * self.grid[1]
 
 
-def frustum_cells(rays: Tensor, origins: Tensor, depths: Tensor, bounds: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def frustum_cells(
+    rays: Tensor,
+    origins: Tensor,
+    depths: Tensor,
+    bounds: tuple[Tensor, Tensor, Tensor],
+    truncate: bool = True,
+) -> Tensor:
     """(B, N, h, w, D) int32 cell x · Y + y of the points ray · depth + origin, or -1 outside the grid.
-
-    The index is truncated toward zero, not floored: points up to one cell below a lower bound belong to the first
-    cell. Weights trained elsewhere rely on it (z from one cell below the range counts).
 
     Args:
         rays: (B, N, h, w, 3) float32, m for a metre of depth.
         origins: (B, N, 3) float32, m.
         depths: (D,) float32, m.
         bounds: lower bounds (3,), m; cell edges (3,), m; number of cells (3,) int64 (X, Y, Z).
+        truncate: whether the index is truncated toward zero, so that points up to one cell below a lower bound belong
+            to the first cell; weights trained elsewhere rely on it (z from one cell below the range counts).
 
     Raises:
         ValueError: shapes that do not belong together.
@@ -63,21 +68,23 @@ def frustum_cells(rays: Tensor, origins: Tensor, depths: Tensor, bounds: tuple[T
     if use_triton(rays):
         from bevctl.ops.kernels import bev_pool as kernels
 
-        return kernels.cells(rays.contiguous(), origins.contiguous(), depths, bounds)
+        return kernels.cells(rays.contiguous(), origins.contiguous(), depths, bounds, truncate)
     cells = torch.empty(*rays.shape[:4], len(depths), dtype=torch.int32, device=rays.device)
     for sample, (ray, origin) in enumerate(zip(rays, origins, strict=True)):
-        cells[sample] = _sample_cells(ray, origin, depths, bounds)
+        cells[sample] = _sample_cells(ray, origin, depths, bounds, truncate)
     return cells
 
 
-def _sample_cells(rays: Tensor, origins: Tensor, depths: Tensor, bounds: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def _sample_cells(
+    rays: Tensor, origins: Tensor, depths: Tensor, bounds: tuple[Tensor, Tensor, Tensor], truncate: bool
+) -> Tensor:
     """(N, h, w, D) float32 cells of one sample."""
     inside = torch.ones((), dtype=torch.bool, device=rays.device)
     index = []
     for axis, (low, size, count) in enumerate(zip(*bounds, strict=True)):
         along = (rays[..., axis, None] * depths + origins[:, None, None, None, axis] - low) / size
         # Compared as floats: NaN and huge values have no defined integer.
-        inside = inside & (along > -1) & (along < count)
+        inside = inside & (along > -1 if truncate else along >= 0) & (along < count)
         index.append(along.trunc())
     return torch.where(inside, index[0] * bounds[2][1] + index[1], -1.0)
 

@@ -19,8 +19,9 @@ from bevctl.preflight.gpu_selection import gpus_in_use
 from bevctl.preflight.plan import is_foreign_run
 
 if TYPE_CHECKING:
-    from bevctl.engine.checkpoint import Checkpoint, LoadReport
+    from bevctl.engine.checkpoint import Checkpoint
     from bevctl.engine.checkpoint_report import CheckpointReport
+    from bevctl.engine.load_report import LoadReport
 
 AUTO = "auto"
 _STATUS = {Severity.FAIL: CheckStatus.FAIL, Severity.WARN: CheckStatus.WARN, Severity.INFO: CheckStatus.PASS}
@@ -214,6 +215,9 @@ def _sources(context: Context) -> Iterator[tuple[str, str]]:
         camera = context.config.model.camera
         if camera is not None and camera.pretrained:
             yield "model.camera.pretrained", camera.pretrained
+        for name in context.config.model.load_from if context.resume is None else ():
+            inside = context.work_dir / name
+            yield "model.load_from", str(inside) if not os.path.lexists(name) and os.path.lexists(inside) else name
         return
     foreign = context.foreign
     for key, (name, _) in foreign_facts.checkpoints(foreign).items() if foreign is not None else ():
@@ -239,7 +243,7 @@ def _judge_source(context: Context, key: str, name: str) -> Outcome:
         return failed(f"{key}: {error.message}", error.hint)
     if loaded.mismatched:
         return warned(f"{key}: {'; '.join(loaded.sentences())}", "Entries of another shape are not loaded.")
-    return passed(f"{key}: {name}, {loaded.loaded} entries fit ({loaded.layout} layout)")
+    return passed(f"{key}: {name}, {len(loaded.loaded)} entries fit ({loaded.layout} layout)")
 
 
 CHECKS: tuple[CheckSpec, ...] = (

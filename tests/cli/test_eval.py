@@ -159,13 +159,17 @@ def test_wrong_use_is_refused(invoke: Invoke, config: Config, checkpoint: Path, 
     assert "detection head" in outcome.err
 
 
-def test_weights_that_do_not_cover_the_model_are_warned_of(
+def test_weights_that_do_not_cover_the_model_are_refused_unless_told(
     invoke: Invoke, config: Config, checkpoint: Path, tmp_path: Path
 ) -> None:
     content = torch.load(checkpoint, weights_only=True)
     content["state_dict"] = {k: v for k, v in content["state_dict"].items() if not k.startswith("heads.map")}
     torch.save(content, tmp_path / "partial.pth")
-    outcome = invoke("eval", written(config, tmp_path), "--checkpoint", tmp_path / "partial.pth")
+    arguments = ("eval", written(config, tmp_path), "--checkpoint", tmp_path / "partial.pth")
+    refused = invoke(*arguments)
+    assert (refused.code, refused.out) == (2, "")
+    assert "heads.map.classifier (12)" in refused.err
+    outcome = invoke(*arguments, "--min-loaded", "0.9")
     assert outcome.code == 0
     assert "keep their random values" in outcome.err
 

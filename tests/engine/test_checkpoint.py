@@ -173,7 +173,7 @@ def test_report_counts_what_did_not_fit(tmp_path: Path) -> None:
     model = _Net()
     report = load_weights(model, tmp_path / "x.pth")
     assert torch.equal(model.fuser.weight, theirs["fuser.weight"])
-    assert report.loaded == 1
+    assert report.loaded == ["fuser.weight"]
     assert report.missing == ["fuser.bias"]
     assert report.unexpected == ["heads.other.weight"]
     assert sorted(report.mismatched) == ["heads.map.bias", "heads.map.weight"]

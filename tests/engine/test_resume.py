@@ -19,6 +19,7 @@ from bevctl.engine import run as engine_run
 from bevctl.engine.checkpoint import Checkpoint, read_checkpoint
 from bevctl.engine.resume import foreign_parameter_states
 from bevctl.errors import BevctlError, ExitCode
+from tests.models.nano import with_value
 
 from .fakes import Bench, point_config
 
@@ -195,7 +196,8 @@ def test_an_mmcv_checkpoint_continues_in_fp16(tmp_path: Path, bench: Bench, scal
 def test_load_from_takes_weights_alone(tmp_path: Path, bench: Bench) -> None:
     bench.train(point_config(tmp_path / "first"), max_iters=8)
     trained = bench.weights
-    result = bench.train(point_config(tmp_path / "second"), load_from=str(tmp_path / "first" / "latest"), max_iters=0)
+    config = with_value(point_config(tmp_path / "second"), "model.load_from", (str(tmp_path / "first" / "latest"),))
+    result = bench.train(config, max_iters=0)
     assert result.iteration == 0
     assert all(torch.equal(value, bench.weights[name]) for name, value in trained.items())
     assert "Weights from" in _events(tmp_path / "second", "resume")[0]

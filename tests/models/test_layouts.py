@@ -6,14 +6,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bevctl.models.layouts import (
-    legacy_boxes_to_ours,
-    match_bias_tables,
+    exchange_box_convention,
     mmdet3d_name,
     recognise,
-    swin_to_mmdet,
     to_mmdet3d,
     to_ours,
 )
+from bevctl.models.layouts_swin import match_bias_tables, swin_to_mmdet
 from tests.models.keys import empty_state, inventory, needs_keys
 
 
@@ -159,7 +158,7 @@ def test_legacy_head_predicts_our_boxes() -> None:
         prefix + "center.1.bias": torch.tensor([1.0, 2.0]),
     }
     state[prefix + "rot.1.bias"] = torch.stack([torch.tensor(legacy_yaw).sin(), torch.tensor(legacy_yaw).cos()])
-    converted = legacy_boxes_to_ours(state)
+    converted = exchange_box_convention(state)
     torch.testing.assert_close(converted[prefix + "dim.1.bias"].exp(), torch.tensor([length, width, 2.0]))
     sine, cosine = converted[prefix + "rot.1.bias"]
     expected = torch.tensor(-legacy_yaw - torch.pi / 2)

@@ -17,6 +17,7 @@ from bevctl.models.build import build_bevfusion
 from bevctl.models.layouts import mmdet3d_name
 from bevctl.models.transfusion import BRANCHES, ObjectOutputs
 from tests import golden
+from tests.models.nano import with_value
 
 pytestmark = [golden.needs_golden, pytest.mark.slow]
 
@@ -89,7 +90,7 @@ def feed_raster(_module: nn.Module, args: Any, _kwargs: Any) -> tuple[Any, dict[
 
 @pytest.fixture(scope="module")
 def run() -> Run:
-    model = build_bevfusion(Config()).eval()
+    model = build_bevfusion(with_value(Config(), "model.camera.view.truncate", True)).eval()
     golden.load_weights(model, rename=mmdet3d_name)
     tensors: dict[str, Tensor] = {}
     record_outputs(model, tensors)
@@ -97,7 +98,7 @@ def run() -> Run:
     head = model._heads()["object"]
     batch = recorded_batch()
     with torch.no_grad():
-        outputs = head(model._bev(batch))
+        outputs = head(model._maps(batch)["object"])
         boxes, scores, labels = head.predict(outputs)
         return Run(tensors, outputs, head.loss(outputs, batch), Predictions(boxes, scores, labels))
 

@@ -23,7 +23,9 @@ _GRADIENT_ROWS = 8
 _GRADIENT_WARPS = 2
 
 
-def cells(rays: Tensor, origins: Tensor, depths: Tensor, bounds: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def cells(
+    rays: Tensor, origins: Tensor, depths: Tensor, bounds: tuple[Tensor, Tensor, Tensor], truncate: bool
+) -> Tensor:
     """As `bevctl.ops.bev_pool.frustum_cells`, bit by bit: nothing is contracted into a fused multiply-add."""
     height, width = rays.shape[2:4]
     out = torch.empty(*rays.shape[:4], len(depths), dtype=torch.int32, device=rays.device)
@@ -31,15 +33,16 @@ def cells(rays: Tensor, origins: Tensor, depths: Tensor, bounds: tuple[Tensor, T
         launch(
             _cells, (triton.cdiv(out.numel(), _CELL_POINTS),),
             rays, origins, depths, *bounds, out, out.numel(), height * width,
-            BINS=len(depths), BLOCK=_CELL_POINTS, enable_fp_fusion=False,
+            BINS=len(depths), TRUNCATE=truncate, BLOCK=_CELL_POINTS, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
 
 @sized("points", "camera_pixels")
 def _cells(
-    rays, origins, depths, low, size, counts, out, points, camera_pixels, BINS: tl.constexpr, BLOCK: tl.constexpr
-):
+    rays, origins, depths, low, size, counts, out, points, camera_pixels, BINS: tl.constexpr, TRUNCATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     point = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = point < points
     pixel = point // BINS
@@ -51,6 +54,8 @@ def _cells(
     columns = tl.load(counts + 1).to(tl.int32)
     # Compared as floats: NaN and huge values have no defined integer.
     inside = (x > -1) & (x < tl.load(counts)) & (y > -1) & (y < columns) & (z > -1) & (z < tl.load(counts + 2))
+    if not TRUNCATE:
+        inside = inside & (x >= 0) & (y >= 0) & (z >= 0)
     cell = tl.where(inside, x, 0.0).to(tl.int32) * columns + tl.where(inside, y, 0.0).to(tl.int32)
     tl.store(out + point, tl.where(inside, cell, -1), mask)
 

@@ -1,0 +1,196 @@
+"""A checkpoint written anew in the layout of bevctl, mit-bevfusion or mmdet3d."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import bevctl
+from bevctl.config.load import from_dict, to_dict
+from bevctl.config.schema import Config
+from bevctl.engine.checkpoint import FORMAT, Checkpoint, is_derived, load_state, to_our_layout
+from bevctl.engine.load_report import LoadReport, part_of
+from bevctl.engine.resume import foreign_parameter_states
+from bevctl.errors import BevctlError
+from bevctl.models.build import build_model
+from bevctl.models.layouts import BACKBONE, of_task, tasks, to_mit, to_mmdet3d
+
+_EXPORTS = {"mit": to_mit, "mmdet3d": to_mmdet3d}
+_NAMES = {"mit": "mit-bevfusion", "mmdet3d": "mmdet3d"}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A converted checkpoint, not yet written."""
+
+    content: dict[str, Any]
+    layout: str
+    """Layout that the file had."""
+    parts: dict[str, dict[str, int]]
+    """Entries of each part by what became of them: written, reshaped (among the written), left out."""
+    notes: list[str]
+    report: LoadReport | None
+    """How the weights fit the model of the config that was given."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a checkpoint is to be converted to."""
+
+    layout: str
+    """bevctl, mit or mmdet3d."""
+    boxes: str = "auto"
+    """Box convention of the file's detection head: lwh, wlh, or auto."""
+    task: str | None = None
+    """The only task to keep: object or map."""
+    config: Config | None = None
+    """The model that the weights belong to."""
+    min_loaded: float = 1.0
+    """Share of that model's entries that the file must have."""
+
+
+def convert_checkpoint(checkpoint: Checkpoint, wish: Wish) -> Conversion:
+    """What to write for a checkpoint of any known layout.
+
+    Ours keeps epoch, iteration, loss scale and AdamW's averages, so that a run can go on from it; the others get
+    weights. Averaged weights (EMA) take the place of the last ones.
+
+    Raises:
+        BevctlError: unknown names, a decoder for each task where the layout has one, or weights that do not fit.
+    """
+    state, layout, notes = to_our_layout(checkpoint, wish.boxes)
+    if layout in ("unknown", "petr"):
+        known = "bevctl, mit-bevfusion, mmdet3d (BEVFusion) and Swin backbones"
+        kind = "of PETR" if layout == "petr" else f"such as {next(iter(state))!r}"
+        raise BevctlError(f"{checkpoint.path} has names {kind}, which bevctl has no model for.", f"Known: {known}.")
+    as_read = {id(value) for value in checkpoint.state_dict.values()}
+    average = checkpoint.content.get("ema")
+    if isinstance(average, Mapping):
+        state = {**state, **{key: value for key, value in average.items() if key in state}}
+        as_read |= {id(value) for value in average.values()}
+        notes.append("Averaged weights (EMA) written, as evaluation uses them")
+    report = None
+    if wish.config is not None:
+        model = build_model(wish.config)
+        report = load_state(model, checkpoint)
+        report.require(share_of_model=wish.min_loaded)
+        state = _with_derived(state, model.state_dict())
+        notes += [sentence for sentence in report.sentences()[1:] if sentence not in notes]
+    kept = _of_task(state, wish)
+    written = _EXPORTS[wish.layout](kept) if wish.layout in _EXPORTS else kept
+    if wish.layout != "bevctl":
+        notes += _export_notes(checkpoint, kept, wish)
+    sources = {id(value): key for key, value in kept.items()}
+    return Conversion(
+        content=_content(checkpoint, {key: _as_stored(value) for key, value in written.items()}, wish),
+        layout=layout,
+        parts=_by_part(state, written, sources, as_read),
+        notes=notes,
+        report=report,
+    )
+
+
+def _with_derived(state: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state in the order of the model's, with the model's values of what follows from the config."""
+    derived = {key: value for key, value in model.items() if is_derived(key)}
+    ordered = {key: derived.get(key, state.get(key)) for key in model}
+    return {key: value for key, value in ordered.items() if value is not None} | {
+        key: value for key, value in state.items() if key not in model
+    }
+
+
+def _of_task(state: Mapping[str, Tensor], wish: Wish) -> dict[str, Tensor]:
+    """The entries to write: of one task where one is asked for, or where the layout knows no other."""
+    task = wish.task
+    if task is None and wish.layout == "mmdet3d":
+        task = "object"
+    if task is not None and not any(key.startswith(f"heads.{task}.") for key in state):
+        heads = sorted({key.split(".")[1] for key in state if key.startswith("heads.")})
+        if wish.task is not None or heads:
+            raise BevctlError(
+                f"The file has no head for the task {task!r}; its heads: {', '.join(heads) or 'none'}.",
+                "mmdet3d's BEVFusion has a detection head alone." if wish.task is None else "Give another --task.",
+            )
+    if task is not None:
+        return of_task(state, task)
+    if wish.layout == "mit" and tasks(state):
+        raise BevctlError(
+            "The model has a decoder for each task, and one of mit-bevfusion has a single one.",
+            "Write each task to a file of its own: --task object, --task map.",
+        )
+    return dict(state)
+
+
+def _export_notes(checkpoint: Checkpoint, state: Mapping[str, Tensor], wish: Wish) -> list[str]:
+    """What the other project's programs will see differently."""
+    config = wish.config or _own_config(checkpoint)
+    notes = []
+    if any(key.startswith(f"{BACKBONE}model.") for key in state):
+        notes.append(f"The image backbone is one of timm, which {_NAMES[wish.layout]} has no model for")
+    head = config.model.object if config is not None else None
+    if head is not None and head.box_z == "top" and wish.layout == "mmdet3d":
+        notes.append("The head predicts the top of a box, which mmdet3d takes for its centre: half a height too high")
+    return notes
+
+
+def _own_config(checkpoint: Checkpoint) -> Config | None:
+    config = checkpoint.meta.get("config")
+    return from_dict(config) if checkpoint.origin == "bevctl" and isinstance(config, Mapping) else None
+
+
+def _as_stored(value: Tensor) -> Tensor:
+    """Floating-point values in single precision, each tensor with memory of its own."""
+    return (value.float() if value.is_floating_point() else value).detach().clone(memory_format=torch.contiguous_format)
+
+
+def _by_part(
+    state: Mapping[str, Tensor], written: Mapping[str, Tensor], sources: Mapping[int, str], as_read: set[int]
+) -> dict[str, dict[str, int]]:
+    """Counts of our entries by part; those in `written` have other names, and other tensors where reshaped."""
+    counts: dict[str, dict[str, int]] = {}
+    for key in state:
+        counts.setdefault(part_of(key), {"written": 0, "reshaped": 0, "left out": 0})["left out"] += 1
+    for theirs, value in written.items():
+        part = counts[part_of(sources.get(id(value), theirs))]
+        part["written"] += 1
+        part["left out"] -= 1
+        part["reshaped"] += id(value) not in as_read
+    return counts
+
+
+def _content(checkpoint: Checkpoint, state: dict[str, Tensor], wish: Wish) -> dict[str, Any]:
+    config = wish.config or _own_config(checkpoint)
+    if wish.layout == "bevctl":
+        meta: dict[str, Any] = {"epoch": checkpoint.epoch, "iter": checkpoint.iteration}
+        source = {"file": checkpoint.path.name, "origin": checkpoint.origin}
+        meta |= {"format": FORMAT, "version": bevctl.__version__, "converted_from": source}
+        meta |= {"config": to_dict(config)} if config is not None else {}
+        return {
+            "state_dict": state,
+            "optimizer": _optimizer(checkpoint) if wish.boxes == "auto" and wish.task is None else None,
+            "scaler": checkpoint.loss_scaler,
+            "meta": meta,
+        }
+    # Their programs read both without asking.
+    meta = {"epoch": checkpoint.epoch or 0, "iter": checkpoint.iteration or 0}
+    meta["exported_by"] = f"bevctl {bevctl.__version__}"
+    if config is not None:
+        classes = list(config.data.classes)
+        meta |= {"CLASSES": classes} if wish.layout == "mit" else {"dataset_meta": {"classes": classes}}
+    return {"meta": meta, "state_dict": state}
+
+
+def _optimizer(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """AdamW's state in our form, by parameter name; None where the file has none that belongs to its weights."""
+    saved = checkpoint.content.get("optimizer")
+    if not isinstance(saved, Mapping) or not saved.get("state"):
+        return None
+    if checkpoint.origin == "bevctl":
+        return dict(saved)
+    states = foreign_parameter_states(checkpoint)
+    group = {"params": list(range(len(states))), "names": list(states)}
+    return {"state": dict(enumerate(states.values())), "param_groups": [group]} if states else None
