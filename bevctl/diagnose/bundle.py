@@ -12,14 +12,13 @@ from pathlib import Path
 import torch
 
 from bevctl.batch import Batch
-from bevctl.config.load import load
+from bevctl.config.load import from_dict
 from bevctl.config.schema import Config
 from bevctl.data.loader import Reshuffle
 from bevctl.data.nuscenes import NuScenesDataset
 from bevctl.engine.checkpoint import Checkpoint, newest_checkpoints, read_checkpoint
 from bevctl.engine.dist import World, select_device
 from bevctl.engine.incident import (
-    CONFIG,
     DOCUMENT,
     FOLDER,
     STATE,
@@ -147,10 +146,10 @@ def open_bundle(folder: Path, device: str, rank: int | None = None) -> Bundle:
         BevctlError: a file is missing or damaged, the device is absent, or neither batches nor data set are there.
     """
     incident = sound_incident(folder)
-    config = load(folder / CONFIG).config
+    checkpoint = read_checkpoint(folder / STATE)
+    config = _config_of(checkpoint)
     rank = incident.rank if rank is None else rank
-    world = World(rank=rank, size=incident.world)
-    before = moment_of(config, read_checkpoint(folder / STATE), world, select_device(device))
+    before = moment_of(config, checkpoint, World(rank=rank, size=incident.world), select_device(device))
     dataset, notes = _dataset(config)
     recorded = read_batches(folder, rank)
     bundle = Bundle(folder, incident, before, recorded or [], dataset, recorded is not None, notes)
@@ -159,6 +158,14 @@ def open_bundle(folder: Path, device: str, rank: int | None = None) -> Bundle:
         reason = notes[0] if notes else "The data set has changed since."
         raise BevctlError(f"{folder} holds no batches, and they cannot be made again. {reason}", "Bring the data back.")
     return bundle
+
+
+def _config_of(checkpoint: Checkpoint) -> Config:
+    """The config in a checkpoint, which is checked for damage; that beside it is for the reader."""
+    config = checkpoint.meta.get("config")
+    if not isinstance(config, dict):
+        raise BevctlError(f"{checkpoint.path} holds no config.", "The bundle was changed; use another.")
+    return from_dict(config)
 
 
 def sound_incident(folder: Path) -> Incident:
