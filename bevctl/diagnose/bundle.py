@@ -147,7 +147,7 @@ def open_bundle(folder: Path, device: str, rank: int | None = None) -> Bundle:
     """
     incident = sound_incident(folder)
     checkpoint = read_checkpoint(folder / STATE)
-    config = _config_of(checkpoint)
+    config = config_of(checkpoint)
     rank = incident.rank if rank is None else rank
     before = moment_of(config, checkpoint, World(rank=rank, size=incident.world), select_device(device))
     dataset, notes = _dataset(config)
@@ -160,11 +160,11 @@ def open_bundle(folder: Path, device: str, rank: int | None = None) -> Bundle:
     return bundle
 
 
-def _config_of(checkpoint: Checkpoint) -> Config:
+def config_of(checkpoint: Checkpoint) -> Config:
     """The config in a checkpoint, which is checked for damage; that beside it is for the reader."""
     config = checkpoint.meta.get("config")
     if not isinstance(config, dict):
-        raise BevctlError(f"{checkpoint.path} holds no config.", "The bundle was changed; use another.")
+        raise BevctlError(f"{checkpoint.path} holds no config.", "Use a file that bevctl wrote.")
     return from_dict(config)
 
 

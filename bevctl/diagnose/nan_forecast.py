@@ -10,7 +10,7 @@ from typing import Any
 from bevctl.batch import Batch
 from bevctl.config.load import load
 from bevctl.data.nuscenes import NuScenesDataset
-from bevctl.diagnose.bundle import Moment, moment_of, steps_after
+from bevctl.diagnose.bundle import Moment, config_of, moment_of, steps_after
 from bevctl.diagnose.evidence import where_of
 from bevctl.diagnose.headroom import headroom
 from bevctl.diagnose.rehearsal import rehearse
@@ -56,7 +56,7 @@ def _moment(request: DiagnoseRequest) -> Moment:
     checkpoint = read_checkpoint(path)
     if checkpoint.origin != "bevctl":
         raise BevctlError(f"{path} was not written by bevctl.", "A forecast needs a run that can be continued.")
-    config = load(request.config or path.parent / "config.yaml").config
+    config = load(request.config).config if request.config is not None else config_of(checkpoint)
     ranks = int(checkpoint.meta.get("setting", {}).get("world", 1))
     return moment_of(config, checkpoint, World(0, ranks), select_device(request.device))
 
