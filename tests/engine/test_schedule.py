@@ -27,6 +27,22 @@ def test_warmup_is_linear_from_its_ratio_and_multiplies_the_cosine() -> None:
     assert cosine.lr_factor(5) == pytest.approx(0.75 * plain.lr_factor(5))
 
 
+def test_a_cosine_in_steps_is_constant_within_an_epoch() -> None:
+    """Six epochs of seven iterations: in epoch e the factor is that of a sixth of the cosine, e times."""
+    optim = OptimConfig(warmup=0, min_ratio=0.1, cosine_steps=6)
+    factors = [Schedule(optim, total=42).lr_factor(i) for i in range(42)]
+    expected = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * epoch / 6)) for epoch in range(6) for _ in range(7)]
+    assert factors == pytest.approx(expected)
+
+
+@given(epochs=st.integers(1, 24), length=st.integers(1, 40_000))
+def test_no_step_begins_late_or_early(epochs: int, length: int) -> None:
+    schedule = Schedule(OptimConfig(warmup=0, cosine_steps=epochs), total=epochs * length)
+    for epoch in range(epochs):
+        first, last = schedule.lr_factor(epoch * length), schedule.lr_factor((epoch + 1) * length - 1)
+        assert first == last == Schedule(OptimConfig(warmup=0), total=epochs).lr_factor(epoch)
+
+
 def test_cyclic_rises_to_its_peak_and_ends_low() -> None:
     schedule = Schedule(OptimConfig(schedule="cyclic", warmup=0), total=1000)
     assert schedule.lr_factor(0) == pytest.approx(1.0)

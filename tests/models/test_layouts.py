@@ -1,14 +1,23 @@
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bevctl.config.load import load
+from bevctl.models.build import build_model
 from bevctl.models.layouts import (
     exchange_box_convention,
+    match_decoders,
     mmdet3d_name,
+    of_task,
     recognise,
+    tasks,
+    to_mit,
     to_mmdet3d,
     to_ours,
 )
@@ -164,3 +173,111 @@ def test_legacy_head_predicts_our_boxes() -> None:
     expected = torch.tensor(-legacy_yaw - torch.pi / 2)
     torch.testing.assert_close(torch.stack([sine, cosine]), torch.stack([expected.sin(), expected.cos()]))
     assert converted[prefix + "center.1.bias"] is state[prefix + "center.1.bias"]
+
+
+FULL_SIZE = {
+    "mit_det": "bevfusion_det",
+    "mit_seg": "bevfusion_seg",
+    "mit_multitask": "bevfusion_multitask_fp16",
+}
+"""The packaged config of each recorded model."""
+
+
+@functools.cache
+def full_size_model(inventory_name: str) -> nn.Module:
+    """The model without storage: only names, shapes, types and order."""
+    with torch.device("meta"):
+        return build_model(load(FULL_SIZE[inventory_name]).config)
+
+
+@needs_keys
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_every_recorded_entry_of_mit_is_ours_and_is_exported_in_its_order(name: str) -> None:
+    model, recorded = full_size_model(name), inventory(name)
+    exported = to_mit(model.state_dict())
+    assert [(key, tuple(value.shape)) for key, value in exported.items()] == [
+        (key, shape) for key, (shape, _) in recorded.items()
+    ]
+    trained = {key for key, (_, kind) in recorded.items() if kind == "param"}
+    assert {key for key, parameter in model.named_parameters() if parameter.requires_grad} == trained
+    for key, value in exported.items():
+        whole = key.endswith(("num_batches_tracked", "relative_position_index", ".nx"))
+        assert value.dtype == (torch.int64 if whole else torch.float32), key
+
+
+@needs_keys
+def test_every_recorded_entry_of_mmdet3d_is_exported_in_its_order() -> None:
+    """Kernels apart: the record has spconv 2's order of axes, and mmdet3d turns ours into it."""
+    exported = to_mmdet3d(full_size_model("mit_det").state_dict())
+    recorded = inventory("mmdet3d")
+    assert list(exported) == list(recorded)
+    for key, value in exported.items():
+        shape = recorded[key][0]
+        is_kernel = key.startswith("pts_middle_encoder.") and len(shape) == 5
+        assert tuple(value.shape) == ((*shape[1:], shape[0]) if is_kernel else shape), key
+
+
+@needs_keys
+@pytest.mark.parametrize("name", ["petrv2_det", "petrv2_seg"])
+def test_petr_is_not_taken_for_mmdet3ds_bevfusion(name: str) -> None:
+    state = empty_state(name)
+    converted, layout = to_ours(state)
+    assert layout == "petr"
+    assert list(converted) == list(state)
+    roots = {"img_backbone", "img_neck", "pts_bbox_head"}
+    assert {key.split(".")[0] for key in state} == roots, "the whole file is of that model"
+
+
+def test_the_map_head_has_no_place_in_mmdet3d() -> None:
+    state = {"fuser.0.weight": torch.zeros(1), "heads.map.classifier.0.weight": torch.zeros(1)}
+    assert list(to_mmdet3d(state)) == ["fusion_layer.0.weight"]
+
+
+def test_export_keeps_the_input() -> None:
+    prefix = "heads.object.prediction_heads.0."
+    state = {prefix + "dim.1.bias": torch.arange(3.0), prefix + "rot.1.bias": torch.tensor([1.0, 2.0])}
+    exported = to_mit(state)
+    assert exported[prefix + "dim.1.bias"].tolist() == [1, 0, 2]
+    assert exported[prefix + "rot.1.bias"].tolist() == [-2, -1]
+    assert state[prefix + "dim.1.bias"].tolist() == [0, 1, 2]
+    back = exchange_box_convention(exported)
+    assert all(torch.equal(back[key], value) for key, value in state.items())
+
+
+def _with_two_decoders() -> dict[str, Tensor]:
+    names = [
+        "encoders.lidar.backbone.conv_out.1.bias",
+        "decoder.object.backbone.blocks.0.0.weight",
+        "decoder.map.backbone.blocks.0.0.weight",
+        "heads.object.shared_conv.bias",
+        "heads.map.classifier.6.bias",
+    ]
+    return {name: torch.full((1,), float(i)) for i, name in enumerate(names)}
+
+
+def test_a_task_of_two_decoders_becomes_a_model_of_its_own() -> None:
+    state = _with_two_decoders()
+    assert tasks(state) == ["object", "map"]
+    assert tasks(of_task(state, "map")) == []
+    assert {key: float(value) for key, value in of_task(state, "map").items()} == {
+        "encoders.lidar.backbone.conv_out.1.bias": 0.0,
+        "decoder.backbone.blocks.0.0.weight": 2.0,
+        "heads.map.classifier.6.bias": 4.0,
+    }
+
+
+@pytest.mark.parametrize("export", [to_mit, to_mmdet3d])
+def test_two_decoders_have_no_place_elsewhere(export: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    with pytest.raises(ValueError, match="one decoder"):
+        export(_with_two_decoders())
+
+
+def test_one_decoder_is_given_to_each_task() -> None:
+    state = {"decoder.neck.deblocks.0.0.weight": torch.ones(2), "fuser.1.bias": torch.zeros(1)}
+    model = ["fuser.1.bias", *(f"decoder.{task}.neck.deblocks.0.0.weight" for task in ("object", "map"))]
+    matched = match_decoders(state, model)
+    assert set(matched) == set(model)
+    assert all(matched[name] is state["decoder.neck.deblocks.0.0.weight"] for name in model[1:])
+    assert match_decoders(state, state) == state
+    both = _with_two_decoders()
+    assert match_decoders(both, both) == both

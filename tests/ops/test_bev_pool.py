@@ -266,19 +266,25 @@ def test_cells_are_truncated_toward_zero(name: str, device: str) -> None:
     bounds = tuple(bound.to(device) for bound in BOUNDS)
     with running(name, device):
         found = frustum_cells(rays, rays.new_zeros(1, 1, 3), rays.new_ones(1), bounds)  # type: ignore[arg-type]
+        exact = frustum_cells(rays, rays.new_zeros(1, 1, 3), rays.new_ones(1), bounds, truncate=False)  # type: ignore[arg-type]
     assert found.flatten().tolist() == list(points.values())
+    low = bounds[0].tolist()
+    inside = [all(coordinate >= bound for coordinate, bound in zip(point, low, strict=True)) for point in points]
+    expected = [cell if kept else -1 for cell, kept in zip(points.values(), inside, strict=True)]
+    assert exact.flatten().tolist() == expected != list(points.values())
 
 
+@pytest.mark.parametrize("truncate", [True, False])
 @pytest.mark.parametrize("device", DEVICES)
-def test_both_backends_find_the_same_cells(device: str) -> None:
+def test_both_backends_find_the_same_cells(device: str, truncate: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     rays = torch.randn(2, 3, 4, 5, 3, generator=generator).to(device)
     origins, depths = torch.randn(2, 3, 3, generator=generator).to(device), torch.arange(0.1, 4.0, 0.05, device=device)
     bounds = tuple(bound.to(device) for bound in BOUNDS)
     with running("torch", device):
-        expected = frustum_cells(rays, origins, depths, bounds)  # type: ignore[arg-type]
+        expected = frustum_cells(rays, origins, depths, bounds, truncate)  # type: ignore[arg-type]
     with running("triton", device):
-        found = frustum_cells(rays, origins, depths, bounds)  # type: ignore[arg-type]
+        found = frustum_cells(rays, origins, depths, bounds, truncate)  # type: ignore[arg-type]
     assert (expected >= 0).float().mean() > 0.1
     assert torch.equal(found, expected)
 
