@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -91,7 +90,7 @@ class Recording:
 
     def __init__(self, forward: Callable[..., Any], inputs: Sequence[Any], parameters: Sequence[Tensor]) -> None:
         self.form = form(inputs)
-        self._inputs = [_fixed(t).requires_grad_(t.requires_grad) for t in tensors_in(inputs)]
+        self._inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors_in(inputs)]
         self.parameters = list(parameters)
         leaves = [t for t in self._inputs if t.requires_grad] + self.parameters
         arguments = with_tensors(list(inputs), iter(self._inputs))
@@ -112,7 +111,6 @@ class Recording:
         self.outputs = [t.detach() for t in outputs]
         self._result = with_tensors(result, iter(self.outputs))
         self.runs = 0
-        _recorded_outputs.update({t.data_ptr(): t for t in self.outputs})
 
     def _record(self, forward: Callable[..., Any], arguments: Sequence[Any], leaves: Sequence[Tensor]) -> Any:
         """Both graphs, and the tensors at their ends; returns the result of `forward`."""
@@ -134,37 +132,18 @@ class Recording:
         return with_tensors(self._result, iter(outputs))
 
     def replay_forward(self, inputs: Sequence[Tensor]) -> None:
-        pairs = zip(self._inputs, inputs, strict=True)
-        moved = [(ours.detach(), given.detach()) for ours, given in pairs if ours.data_ptr() != given.data_ptr()]
-        if moved:
-            torch._foreach_copy_([ours for ours, _ in moved], [given for _, given in moved])
+        torch._foreach_copy_([t.detach() for t in self._inputs], [t.detach() for t in inputs])
         self._forward.replay()
         self.runs += 1
 
     def replay_backward(self, output_grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """Gradients of inputs and parameters, valid until the next run."""
+        """Gradients of inputs, valid until the next run, and of parameters."""
         torch._foreach_copy_(self._output_grads, list(output_grads))
-        self._rescue_gradients()
         self._backward.replay()
-        return [t if t is None else t.detach() for t in (*self._input_grads, *self._parameter_grads)]
-
-    def _rescue_gradients(self) -> None:
-        """Moves `grad` of parameters, to be added to, away from the addresses that the next pass writes."""
-        for parameter, fixed in zip(self.parameters, self._parameter_grads, strict=True):
-            grad = parameter.grad
-            if grad is not None and fixed is not None and grad.data_ptr() == fixed.data_ptr():
-                parameter.grad = grad.clone()
-
-
-_recorded_outputs: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-"""Results of recordings by address, where they stay."""
-
-
-def _fixed(given: Tensor) -> Tensor:
-    """`given` at an address that stays: where it is if a recording wrote it, else a copy."""
-    recorded = _recorded_outputs.get(given.data_ptr())
-    stays = recorded is not None and recorded.shape == given.shape and recorded.stride() == given.stride()
-    return given.detach() if stays else given.detach().clone()
+        # Gradients of parameters are kept and added up. At the fixed addresses even the next forward pass, whose
+        # temporary results share memory with them, would write over them.
+        copies = iter(torch._foreach_mul([t for t in self._parameter_grads if t is not None], 1.0))
+        return [*self._input_grads, *(None if t is None else next(copies) for t in self._parameter_grads)]
 
 
 class _Replay(torch.autograd.Function):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -99,7 +99,20 @@ def test_both_ways_agree(counts: list[int], annotated: list[bool] | None) -> Non
 @given(st.integers(0, 10_000), st.lists(st.integers(0, 14), min_size=1, max_size=2))
 def test_both_ways_agree_on_any_data(seed: int, counts: list[int]) -> None:
     batch = batch_of(counts, seed)
-    assert_equal(head_of(batch, seed), batch)
+    head = head_of(batch, seed)
+    assume(matching_is_clear(head, batch))
+    assert_equal(head, batch)
+
+
+def matching_is_clear(head: Head, batch: Batch) -> bool:
+    """Whether no two matchings cost nearly the same: rounding would choose between them."""
+    generator = torch.Generator().manual_seed(0)
+    expected = evaluate("torch", head, batch)[0][2]
+    for _ in range(4):
+        moved = [value + 1e-4 * torch.randn(value.shape, generator=generator).to(DEVICE) for value in head]
+        if not torch.allclose(evaluate("torch", (moved[0], moved[1], moved[2]), batch)[0][2], expected, rtol=1e-2):
+            return False
+    return True
 
 
 def test_outputs_in_any_layout() -> None:

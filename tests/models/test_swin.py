@@ -157,7 +157,9 @@ def test_gradients_equal_the_cpus(checkpointing: bool) -> None:
     def gradients(device: str) -> list[Tensor]:
         model.to(device).zero_grad()
         torch.stack([output.square().mean() for output in model(images.to(device))]).sum().backward()
-        return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+        return [
+            p.grad.cpu().clone() for p in model.parameters() if p.grad is not None
+        ]  # model.to() moves p.grad itself
 
     for on_cpu, on_gpu in zip(gradients("cpu"), gradients("cuda"), strict=True):
         torch.testing.assert_close(on_gpu, on_cpu, rtol=1e-3, atol=1e-4 * float(on_cpu.abs().max()))

@@ -57,8 +57,8 @@ def check(
     results = []
     for exact in (False, True):
         norm = make_norm(channels).train(training)
-        norm = norm.double() if exact or dtype == torch.float64 else norm.to(device)
         kind, where = (torch.float64, "cpu") if exact else (dtype, device)
+        norm = norm.to(where, torch.float64 if kind == torch.float64 else torch.float32)
         leaves = [value.to(where, kind).requires_grad_() for value in (features, other) if value is not None]
         inputs = (leaves[0], leaves[1] if shortcut else None)
         out = expected(norm, *inputs, relu) if exact else norm(*inputs, relu)
