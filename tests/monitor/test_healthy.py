@@ -79,7 +79,7 @@ def columns_of(shape: dict[str, Any]) -> dict[str, Values]:
     columns: dict[str, Values] = {"loss": loss, "grad_norm": norms, "lr": lr, "iter_time_s": times, **parts}
     columns |= {"data_time_s": 0.02 * generator.lognormal(0, 0.5, records), "memory_gib": memory}
     if shape["scale"] is not None:
-        columns["loss_scale"] = scales(float(shape["scale"]), records, generator)
+        columns["loss_scale"] = scales(float(shape["scale"]), records, interval, generator)
         columns["skipped_steps"] = np.cumsum(generator.random(records) < 0.0005 * interval)
     return columns
 
@@ -94,11 +94,13 @@ def schedule(name: str, share: np.ndarray) -> np.ndarray:
     return 2e-6 + 2e-4 * (1 + np.cos(np.pi * (4 * share % 1))) / 2
 
 
-def scales(start: float, records: int, generator: np.random.Generator) -> np.ndarray:
-    """A dynamic scale that is halved at first, and then doubles and halves now and then; 512 stays."""
+def scales(start: float, records: int, interval: int, generator: np.random.Generator) -> np.ndarray:
+    """A dynamic scale that doubles and halves about every 5000 iterations, as it does when it grows after 2000 good
+    ones; 512 stays."""
     if start == 512:
         return np.full(records, 512.0)
-    power = np.cumsum(generator.choice([-1, 0, 1], records, p=[0.01, 0.98, 0.01])).clip(-2, 2)
+    often = 0.0002 * interval
+    power = np.cumsum(generator.choice([-1, 0, 1], records, p=[often, 1 - 2 * often, often])).clip(-2, 2)
     return 2.0 ** (14 + power)
 
 
