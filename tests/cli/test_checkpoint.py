@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from bevctl.engine.checkpoint import read_checkpoint
 from bevctl.errors import ExitCode
+from bevctl.models.layouts import mmdet3d_name
 from tests.conftest import Outcome
 from tests.engine.bad_checkpoints import SCALER, broken_bytes, mmcv, names_code, save, weights
 
@@ -77,3 +79,68 @@ def test_a_file_name_cannot_colour_the_terminal(tmp_path: Path, invoke: Invoke) 
     path = tmp_path / "x\x1b[31m.pth"
     path.write_bytes(b"")
     assert "\x1b" not in invoke("checkpoint", "verify", path).out
+
+
+def test_convert_writes_beside_the_file_and_says_what(tmp_path: Path, invoke: Invoke) -> None:
+    path = save(mmcv(), tmp_path / "epoch_1.pth")
+    outcome = invoke("checkpoint", "convert", path, "--to", "mmdet3d")
+    assert outcome.code == ExitCode.OK, outcome.err
+    assert "encoders.camera" in outcome.out
+    assert "epoch_1_mmdet3d.pth: " in outcome.out.replace("\n", "")
+    assert read_checkpoint(tmp_path / "epoch_1_mmdet3d.pth").state_dict.keys() == {
+        mmdet3d_name(key) for key in weights()
+    }
+    document = invoke("checkpoint", "convert", path, "--to", "mit", "--json").document
+    assert (document["schema"], document["status"]) == ("bevctl.checkpoint/1", "ok")
+    assert (document["from"], document["to"], document["entries"]) == ("mit", "mit", len(weights()))
+    assert sum(part["written"] for part in document["parts"].values()) == len(weights())
+
+
+def test_convert_replaces_nothing_unasked(tmp_path: Path, invoke: Invoke) -> None:
+    path = save(mmcv(), tmp_path / "x.pth")
+    before = path.read_bytes()
+    (tmp_path / "x_mit.pth").write_bytes(b"mine")
+    refused = invoke("checkpoint", "convert", path, "--to", "mit")
+    assert refused.code == ExitCode.FINDINGS
+    assert "--yes" in refused.err
+    assert (tmp_path / "x_mit.pth").read_bytes() == b"mine"
+    assert invoke("checkpoint", "convert", path, "--to", "mit", "--out", path, "--yes").code == ExitCode.USAGE
+    assert path.read_bytes() == before
+    dry = invoke("checkpoint", "convert", path, "--to", "mit", "--dry-run")
+    assert (dry.code, (tmp_path / "x_mit.pth").read_bytes()) == (ExitCode.OK, b"mine")
+    assert "not written" in dry.out
+    assert invoke("checkpoint", "convert", path, "--to", "mit", "--yes").code == ExitCode.OK
+    assert (tmp_path / "x_mit.pth").read_bytes() != b"mine"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["x.pth", "x_mit.pth"]
+
+
+def test_convert_runs_nothing_and_needs_a_whole_file(tmp_path: Path, invoke: Invoke) -> None:
+    mark = tmp_path / "mark"
+    evil = names_code(tmp_path / "evil.pth", mark)
+    cut = tmp_path / "cut.pth"
+    cut.write_bytes(broken_bytes()["cut at 60 %"])
+    for path in (evil, cut, tmp_path / "absent.pth", tmp_path):
+        outcome = invoke("checkpoint", "convert", path, "--to", "bevctl", "--out", tmp_path / "out.pth")
+        assert (outcome.code, outcome.out) == (ExitCode.USAGE, "")
+        assert "Traceback" not in outcome.err
+    assert not mark.exists()
+    assert not (tmp_path / "out.pth").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--to", "mmcv"], "mmcv"),
+        ([], "--to"),
+        (["--to", "mit", "--out", "no/such/folder/x.pth"], "no/such/folder"),
+        (["--to", "bevctl", "--config", "bevfusion_dett"], "bevfusion_det"),
+        (["--to", "bevctl", "--task", "map"], "no head for the task 'map'"),
+    ],
+)
+def test_mistakes_with_convert_are_one_sentence(
+    tmp_path: Path, invoke: Invoke, arguments: list[str], words: str
+) -> None:
+    path = save(mmcv(), tmp_path / "x.pth")
+    outcome = invoke("checkpoint", "convert", path, *arguments)
+    assert (outcome.code, outcome.out) == (ExitCode.USAGE, "")
+    assert words in outcome.err

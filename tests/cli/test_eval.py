@@ -174,6 +174,48 @@ def test_weights_that_do_not_cover_the_model_are_refused_unless_told(
     assert "keep their random values" in outcome.err
 
 
+@pytest.mark.parametrize("layout", ["mit", "mmdet3d", "bevctl"])
+def test_a_converted_checkpoint_scores_bit_for_bit_the_same(
+    invoke: Invoke, config: Config, tmp_path: Path, layout: str
+) -> None:
+    """The same weights in our layout, in another one, and in ours again: equal metrics and equal boxes."""
+    detection = with_value(config, "model.map", None) if layout == "mmdet3d" else config
+    file = written(detection, tmp_path)
+    # As another project would have saved it: their names, their boxes, kernels of spconv 2 for mmdet3d.
+    torch.manual_seed(3)
+    state = build_model(detection).state_dict()
+    torch.save({"state_dict": state, "meta": {"format": "bevctl", "epoch": 1, "iter": 1}}, tmp_path / "ours.pth")
+    assert invoke("checkpoint", "convert", tmp_path / "ours.pth", "--to", layout, "--out", tmp_path / "a.pth").code == 0
+    away = torch.load(tmp_path / "a.pth", weights_only=True)
+    if layout == "mmdet3d":
+        kernels = {key: value for key, value in away["state_dict"].items() if value.dim() == 5}
+        away["state_dict"] |= {key: value.permute(4, 0, 1, 2, 3).contiguous() for key, value in kernels.items()}
+        torch.save(away, tmp_path / "a.pth")
+    back = (
+        "checkpoint",
+        "convert",
+        tmp_path / "a.pth",
+        "--to",
+        "bevctl",
+        "--config",
+        file,
+        "--out",
+        tmp_path / "b.pth",
+    )
+    assert invoke(*back).code == 0
+    results = []
+    for name in ("ours", "a", "b"):
+        boxes = tmp_path / f"{name}.json"
+        # The last file carries its config.
+        given = () if name == "b" else (file,)
+        outcome = invoke("eval", *given, "--checkpoint", tmp_path / f"{name}.pth", "--json", "--submission", boxes)
+        assert outcome.code == 0, outcome.err
+        document = {key: outcome.document[key] for key in ("detection", "map", "samples")}
+        results.append((document, boxes.read_bytes()))
+    assert results[0] == results[1] == results[2]
+    assert all(json.loads(results[0][1])["results"].values()), "there are boxes"
+
+
 def test_averaged_weights_are_the_ones_evaluated(
     invoke: Invoke, config: Config, checkpoint: Path, tmp_path: Path
 ) -> None:
