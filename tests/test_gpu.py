@@ -17,6 +17,7 @@ from bevctl.engine.optim import build_optimizer
 from bevctl.engine.precision import MatmulCounter, resolve_precision
 from bevctl.engine.scaler import LossScaler
 from bevctl.measure.timing import build_step
+from bevctl.models.bev_decoder import BevDecoder
 from bevctl.models.bevfusion import BEVFusion
 from bevctl.models.build import bev_grid, build_model
 from bevctl.models.map_head import MapHead
@@ -143,6 +144,7 @@ def test_heads_and_losses_never_wait_for_the_device() -> None:
     heads = cast("list[TransFusionHead | MapHead]", list(model.heads.values()))
     batch = nano_batch(config).to(CUDA)
     cells = bev_grid(config.model).shape
+    assert isinstance(model.decoder, BevDecoder)
     bev = torch.randn(batch.size, model.decoder.channels, *cells, device=CUDA, requires_grad=True)
     bev.grad = torch.zeros_like(bev)
 

@@ -104,7 +104,7 @@ def read_foreign(path: Path) -> ForeignConfig:
 
 
 def read_foreign_dump(text: str, path: Path) -> ForeignConfig:
-    """The config that mmcv or mmengine printed, bases merged, into the log `path`; lines are counted from its own first.
+    """The config that mmcv or mmengine printed into the log `path`, bases merged; lines count from its own first.
 
     Raises BevctlError for text that is no such config.
     """

@@ -82,7 +82,7 @@ def test_norm_of_strided_and_empty_input() -> None:
 def test_gradients_of_the_references() -> None:
     x, weight, bias = (draw(*shape).double().requires_grad_() for shape in ((3, 4), (4,), (4,)))
     assert torch.autograd.gradcheck(
-        lambda *leaves: layer_norm_reference(*leaves, EPS, torch.float64), (x, weight, bias)
+        lambda x, w, b: layer_norm_reference(x, w, b, EPS, torch.float64), (x, weight, bias)
     )
     branch, scale = draw(3, 4, seed=1).double().requires_grad_(), torch.tensor([0.0, 1.25, 2.0], device=DEVICE)
     assert torch.autograd.gradcheck(lambda x, branch: scaled_residual_reference(x, branch, scale), (x, branch))
