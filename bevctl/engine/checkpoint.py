@@ -31,8 +31,6 @@ _NUMBERED = re.compile(r"(epoch|iter)_\d+\.pth")
 _GEOMETRY = ("dx", "bx", "nx", "frustum")
 """Entries of the view transform that follow from the config; other projects store them as frozen parameters."""
 _DERIVED = (*_GEOMETRY, "relative_position_index")
-_COUNTER = "num_batches_tracked"
-"""Read by nothing, and not in old files."""
 _NO_PETR = "It is a checkpoint of PETR or PETRv2, and bevctl has no such model."
 
 
@@ -217,11 +215,17 @@ def load_state(model: nn.Module, checkpoint: Checkpoint) -> LoadReport:
         layout=layout,
         loaded=list(fitting),
         reshaped=[key for key, value in fitting.items() if id(value) not in as_read],
-        missing=[key for key in ours if key not in state and key not in derived and not key.endswith(_COUNTER)],
+        missing=[key for key in ours if key not in state and key not in derived and not _is_optional(key, state)],
         unexpected=[key for key in state if key not in ours],
         mismatched=[key for key in state if key in ours and key not in fitting and key not in derived],
         notes=notes,
     )
+
+
+def _is_optional(key: str, state: Mapping[str, Tensor]) -> bool:
+    """Whether the entry is a count of batches that nothing reads, of a norm whose statistics are there."""
+    norm, _, name = key.rpartition(".")
+    return name == "num_batches_tracked" and f"{norm}.running_mean" in state
 
 
 def is_derived(key: str) -> bool:

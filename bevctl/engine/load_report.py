@@ -78,8 +78,9 @@ class LoadReport:
 
 
 def by_prefix(names: Iterable[str]) -> str:
-    """Names in a few words: their first levels with the number of names, most frequent first."""
-    counts = Counter(".".join(name.split(".")[:3]) for name in names)
+    """Names in a few words: the first levels of their modules with the number of names, most frequent first."""
+    levels = (name.split(".") for name in names)
+    counts = Counter(".".join(parts[:-1][:3] or parts) for parts in levels)
     said = ", ".join(f"{prefix} ({count})" for prefix, count in counts.most_common(_MOST_PREFIXES))
     return said + (f" and {len(counts) - _MOST_PREFIXES} more" if len(counts) > _MOST_PREFIXES else "")
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bevctl.config.schema import OptimConfig, ParamGroupConfig
 from bevctl.engine.schedule import Schedule
+from bevctl.errors import BevctlError
 
 _DEFAULT_GROUP = ParamGroupConfig()
 
@@ -17,13 +18,17 @@ _DEFAULT_GROUP = ParamGroupConfig()
 def build_optimizer(model: nn.Module, optim: OptimConfig, lr: float) -> torch.optim.AdamW:
     """Fused AdamW over the trainable parameters; the first group whose `match` is in a name gives its factors.
 
-    Every torch parameter group carries its parameters' `names` and its `peak_lr`.
+    Every torch parameter group carries its parameters' `names` and its `peak_lr`. Raises BevctlError where nothing
+    trains.
     """
-    members: dict[ParamGroupConfig, dict[str, nn.Parameter]] = {}
+    # First, so that the rate that is logged is the one without a factor.
+    members: dict[ParamGroupConfig, dict[str, nn.Parameter]] = {_DEFAULT_GROUP: {}}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             group = next((g for g in optim.groups if g.match in name), _DEFAULT_GROUP)
             members.setdefault(group, {})[name] = parameter
+    if not any(members.values()):
+        raise BevctlError("No parameter is left to train.", "Take some names out of model.freeze.")
     groups = [
         {
             "params": list(parameters.values()),
@@ -32,6 +37,7 @@ def build_optimizer(model: nn.Module, optim: OptimConfig, lr: float) -> torch.op
             "weight_decay": optim.weight_decay * group.decay,
         }
         for group, parameters in members.items()
+        if parameters
     ]
     return torch.optim.AdamW(groups, lr=lr, betas=optim.betas, fused=True)
 

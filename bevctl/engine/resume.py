@@ -17,6 +17,7 @@ from bevctl.data.loader import Reshuffle
 from bevctl.engine.checkpoint import Checkpoint, convert_like_weights, load_state
 from bevctl.engine.dist import World, gather
 from bevctl.engine.ema import WeightAverage
+from bevctl.engine.load_report import LoadReport
 from bevctl.engine.optim import ParameterState, load_parameter_states, saved_parameter_states
 from bevctl.engine.precision import keep_fp32
 from bevctl.engine.scaler import LossScaler
@@ -115,7 +116,7 @@ def restore(state: TrainState, checkpoint: Checkpoint, world: World, min_loaded:
     """
     report = load_state(state.model, checkpoint)
     report.require(share_of_model=min_loaded)
-    changes = _changes(state.setting, checkpoint)
+    changes = [*_changes(state.setting, checkpoint), *_new_entries(report)]
     resumed = Resumed(source=checkpoint.path, exact=not changes)
     resumed.notes = [f"Resuming from {checkpoint.path} (written by {_writer(checkpoint)})", *report.sentences()]
     if changes:
@@ -158,6 +159,11 @@ def _changes(setting: Setting, checkpoint: Checkpoint) -> list[str]:
         for name, value in asdict(setting).items()
         if saved.get(name) != value
     ]
+
+
+def _new_entries(report: LoadReport) -> list[str]:
+    count = len(report.missing) + len(report.mismatched)
+    return [f"{count} entries of the model new"] if count else []
 
 
 def _restore_position_by_epoch(state: TrainState, checkpoint: Checkpoint, changes: list[str], resumed: Resumed) -> None:

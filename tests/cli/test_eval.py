@@ -168,7 +168,7 @@ def test_weights_that_do_not_cover_the_model_are_refused_unless_told(
     arguments = ("eval", written(config, tmp_path), "--checkpoint", tmp_path / "partial.pth")
     refused = invoke(*arguments)
     assert (refused.code, refused.out) == (2, "")
-    assert "heads.map.classifier (12)" in refused.err
+    assert "heads.map.classifier (14)" in refused.err
     outcome = invoke(*arguments, "--min-loaded", "0.9")
     assert outcome.code == 0
     assert "keep their random values" in outcome.err

@@ -112,7 +112,7 @@ def test_the_config_checks_the_weights_and_stays_in_the_file() -> None:
     part = convert_checkpoint(
         Checkpoint(Path("x.pth"), {"state_dict": weights()}), Wish("bevctl", config=CONFIG, min_loaded=0.5)
     )
-    assert any("12 missing: heads.map.classifier (12)" in note for note in part.notes)
+    assert any("14 missing: heads.map.classifier (14)" in note for note in part.notes)
 
 
 def test_what_follows_from_the_config_is_that_of_the_config() -> None:

@@ -56,12 +56,12 @@ def test_too_little_is_refused_with_the_number_that_would_do() -> None:
     found.require(share_of_file=1.0, share_of_model=0.66)
     with pytest.raises(BevctlError, match=r"Only 66.6 % of this model's entries are in the file, 90 % .*: x.pth") as e:
         found.require(share_of_model=0.9)
-    assert "1 missing: heads.map.a (1)" in e.value.hint
+    assert "1 missing: heads.map (1)" in e.value.hint
     found.require(share_of_model=float(e.value.hint.rpartition("--min-loaded ")[2].rstrip(".")))
 
 
 def test_long_lists_say_how_much_they_leave_out() -> None:
-    assert by_prefix([f"p{i}.x" for i in range(11)]).endswith("and 3 more")
+    assert by_prefix([f"p{i}.0.weight" for i in range(11)]).endswith("and 3 more")
 
 
 def test_weights_of_every_layout_are_accounted_for() -> None:
@@ -90,6 +90,8 @@ def test_old_files_without_counters_miss_nothing() -> None:
     found = loaded_from({key: value for key, value in of_nano().items() if not key.endswith(COUNTERS)})
     assert found.missing == []
     assert found.share_of_model == 1
+    without_norm = {key: value for key, value in of_nano().items() if not key.startswith("fuser.1.")}
+    assert len(loaded_from(without_norm).missing) == 5
 
 
 @pytest.mark.parametrize("prefix", ["", "backbone."])

@@ -14,6 +14,7 @@ from bevctl.engine.optim import (
     unmatched_groups,
 )
 from bevctl.engine.schedule import Schedule
+from bevctl.errors import BevctlError
 
 
 def _model() -> nn.Sequential:
@@ -43,6 +44,18 @@ def test_frozen_parameters_are_left_out() -> None:
     model[0].requires_grad_(False)
     names = [n for g in build_optimizer(model, OptimConfig(), 1e-3).param_groups for n in g["names"]]
     assert names == ["1.weight", "1.bias", "2.weight", "2.bias"]
+
+
+def test_the_rate_that_is_logged_has_no_factor() -> None:
+    optim = OptimConfig(groups=(ParamGroupConfig("0.", lr=0.1),), schedule="constant", warmup=0)
+    optimizer = build_optimizer(_model(), optim, lr=1e-3)
+    assert apply_schedule(optimizer, Schedule(optim, total=10), 0) == pytest.approx(1e-3)
+    assert "0.weight" not in optimizer.param_groups[0]["names"]
+
+
+def test_nothing_left_to_train_is_an_error() -> None:
+    with pytest.raises(BevctlError, match="No parameter is left"):
+        build_optimizer(_model().requires_grad_(False), OptimConfig(), 1e-3)
 
 
 def test_schedule_reaches_every_group() -> None:

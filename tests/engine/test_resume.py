@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bevctl.batch import Batch
 from bevctl.config.schema import CameraConfig, Config
 from bevctl.engine import run as engine_run
-from bevctl.engine.checkpoint import Checkpoint, read_checkpoint
+from bevctl.engine.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from bevctl.engine.resume import foreign_parameter_states
 from bevctl.errors import BevctlError, ExitCode
 from tests.models.nano import with_value
@@ -280,3 +280,16 @@ def test_a_signal_before_the_first_step_leaves_the_users_file_alone(tmp_path: Pa
         result = bench.train(config, resume="epoch_1.pth")
     assert (result.code, result.iteration, result.checkpoint) == (ExitCode.PREEMPTED, 8, run / "epoch_1.pth")
     assert (run / "epoch_1.pth").read_bytes() == before
+
+
+def test_a_model_with_new_entries_continues_by_epoch(tmp_path: Path, bench: Bench) -> None:
+    bench.train(point_config(tmp_path / "run"), max_iters=11)
+    content = read_checkpoint(tmp_path / "run" / "iter_11.pth").content
+    del content["state_dict"]["head.bias"]
+    write_checkpoint(tmp_path / "run" / "iter_11.pth", content)
+    with pytest.raises(BevctlError, match=r"Only 88\.8 % of this model's entries"):
+        bench.train(point_config(tmp_path / "run"), resume="auto", max_iters=12)
+    result = bench.train(point_config(tmp_path / "run"), resume="auto", max_iters=9, min_loaded=0.5)
+    assert result.iteration == 9
+    notes = _events(tmp_path / "run", "resume")
+    assert any("Setting changed: 1 entries of the model new" in note for note in notes)
