@@ -11,17 +11,24 @@ import pytest
 
 from bevctl.config.document import packaged_folder, packaged_names
 from bevctl.config.load import DEFAULT, load
-from bevctl.config.schema import Config, DataConfig
+from bevctl.config.schema import Config, DataConfig, ParamGroupConfig
 
 NAMES = (
     "bevfusion_camera",
+    "bevfusion_camera_seg",
     "bevfusion_det",
+    "bevfusion_det_mit",
+    "bevfusion_det_mmdet3d",
     "bevfusion_lidar",
+    "bevfusion_lidar_mit",
+    "bevfusion_lidar_seg",
     "bevfusion_multitask_fp16",
     "bevfusion_multitask_fp16_batch2",
     "bevfusion_multitask_fp16_batch4",
     "bevfusion_multitask_fp32",
+    "bevfusion_multitask_task_decoders",
     "bevfusion_seg",
+    "bevfusion_seg_mit",
     "tiny",
 )
 
@@ -86,6 +93,7 @@ def test_the_multitask_configs_differ_only_in_what_their_names_say() -> None:
             "optim.lr": 2.83e-5,
             "optim.warmup": 700,
         },
+        "bevfusion_multitask_task_decoders": {"model.shared_decoder": False},
     }
     for name, change in changes.items():
         assert differences(fp16, config_of(name)) == {"name": name, **change}
@@ -101,19 +109,103 @@ def test_the_larger_batches_follow_the_square_root_rule_on_eight_gpus(name: str)
     assert optim.lr == pytest.approx(rule, rel=1e-3)
 
 
-def test_the_published_recipes() -> None:
-    det, seg = config_of("bevfusion_det"), config_of("bevfusion_seg")
-    assert (det.optim.lr, det.train.epochs, det.optim.schedule, det.train.batch) == (2e-4, 6, "cosine", 4)
-    assert (det.optim.base_batch, det.optim.base_lr) == (32, 2e-4)
-    assert (seg.optim.lr, seg.train.epochs, seg.optim.schedule) == (1e-4, 20, "cyclic")
-    assert seg.model.camera is not None
-    assert seg.model.lidar is not None
-    assert (seg.model.camera.view.kind, seg.model.camera.swin.drop_path) == ("lss", 0.3)
-    assert seg.model.lidar.voxel_size == (0.1, 0.1, 0.2)
-    lidar, camera = config_of("bevfusion_lidar"), config_of("bevfusion_camera")
-    assert (lidar.optim.lr, lidar.train.epochs, lidar.optim.schedule) == (1e-4, 20, "cyclic")
-    assert lidar.model.camera is None
-    assert camera.model.lidar is None
+RECIPES: dict[str, dict[str, Any]] = {
+    "bevfusion_lidar": {
+        "optim.lr": 1e-4,
+        "optim.schedule": "cyclic",
+        "optim.cyclic_peak": 10.0,
+        "optim.cyclic_end": 1e-4,
+        "train.epochs": 20,
+        "train.batch": 4,
+        "data.paste.stop_epoch": 15,
+        "model.camera": None,
+        "model.lidar.voxel_size": (0.075, 0.075, 0.2),
+    },
+    "bevfusion_det": {
+        "optim.lr": 2e-4,
+        "optim.schedule": "cosine",
+        "optim.cosine_steps": 6,
+        "optim.min_ratio": 1e-3,
+        "optim.warmup": 500,
+        "optim.cyclic_momentum": True,
+        "optim.groups": (),
+        "train.epochs": 6,
+        "train.batch": 4,
+        "data.paste": None,
+        "model.camera.view.kind": "depth_lss",
+        "model.camera.swin.drop_path": 0.2,
+    },
+    "bevfusion_seg": {
+        "optim.lr": 1e-4,
+        "optim.schedule": "cyclic",
+        "optim.groups": (ParamGroupConfig("relative_position_bias_table", decay=0.0),),
+        "train.epochs": 20,
+        "train.batch": 4,
+        "data.paste": None,
+        "model.camera.view.kind": "lss",
+        "model.camera.swin.drop_path": 0.3,
+        "model.lidar.voxel_size": (0.1, 0.1, 0.2),
+        "model.lidar.max_voxels": (90000, 120000),
+    },
+    "bevfusion_lidar_seg": {
+        "optim.lr": 1e-4,
+        "optim.schedule": "cyclic",
+        "optim.groups": (),
+        "train.epochs": 20,
+        "data.paste": None,
+        "model.camera": None,
+        "model.lidar.voxel_size": (0.1, 0.1, 0.2),
+    },
+    "bevfusion_camera": {
+        "optim.lr": 2e-4,
+        "optim.schedule": "cyclic",
+        "optim.cyclic_peak": 5.0,
+        "optim.cyclic_end": 5e-5,
+        "optim.groups": (
+            ParamGroupConfig("relative_position_bias_table", decay=0.0),
+            ParamGroupConfig("encoders.camera.backbone", lr=0.1),
+        ),
+        "train.epochs": 20,
+        "train.batch": 6,
+        "model.lidar": None,
+        "model.point_cloud_range": (-51.2, -51.2, -5.0, 51.2, 51.2, 3.0),
+    },
+    "bevfusion_camera_seg": {
+        "optim.lr": 1e-4,
+        "optim.schedule": "cyclic",
+        "optim.groups": (ParamGroupConfig("relative_position_bias_table", decay=0.0),),
+        "train.epochs": 20,
+        "train.batch": 4,
+        "model.lidar": None,
+    },
+}
+"""What the published BEVFusion recipes say, by config."""
+COMMON: dict[str, Any] = {
+    "optim.weight_decay": 0.01,
+    "optim.clip": 35.0,
+    "optim.cyclic_up": 0.4,
+    "optim.cyclic_momentum": True,
+    "data.cbgs": True,
+    "data.sweeps": 9,
+    "precision.dtype": "fp16",
+    "precision.loss_scale": "dynamic",
+    "precision.growth_interval": 2000,
+    "model.point_dtype": "fp32",
+}
+
+
+def value_of(config: Any, key: str) -> Any:
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_published_recipes(name: str) -> None:
+    config = config_of(name)
+    expected = COMMON | RECIPES[name]
+    assert {key: value_of(config, key) for key in expected} == expected
+    assert config.optim.base_batch == 8 * config.train.batch
 
 
 def test_tiny_expects_the_data_that_synth_makes() -> None:
