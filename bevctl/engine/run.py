@@ -291,8 +291,11 @@ def _fit(trainer: Trainer, journal: RunJournal) -> ExitCode:
         message = f"Stopped by {asked_by}" if code == ExitCode.PREEMPTED else _conclusion(trainer)
         return code
     except torch.cuda.OutOfMemoryError as error:
-        message = f"GPU memory ran out in iteration {trainer.iteration + 1}: {str(error).split('. ')[0]}."
-        raise BevctlError(message, "Lower --batch, or use --fp16 or --grad-checkpoint.", ExitCode.RUN_FAILED) from error
+        told = f"GPU memory ran out in iteration {trainer.iteration + 1}"
+        message = f"{told}: {str(error).partition(' If reserved but')[0]}"
+        raise BevctlError(
+            f"{told}.", "Lower --batch, or use --fp16 or --grad-checkpoint.", ExitCode.RUN_FAILED
+        ) from error
     except BevctlError as error:
         status, message = _STATUS.get(error.code, "failed"), error.message
         raise

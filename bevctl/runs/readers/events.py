@@ -42,7 +42,8 @@ def _failure(pattern: str, meaning: str, fix: str = "", dragged: bool = False, r
 
 FAILURES = {
     "cuda_oom": _failure(
-        r"CUDA out of memory|CUDA error: out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED|HIP out of memory",
+        r"CUDA out of memory|CUDA error: out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED|HIP out of memory|"
+        r"cuda execution failed with error 2\b",
         "The GPU's memory ran out.",
         "Lower the batch, train in half precision (--fp16 or --bf16) or use --grad-checkpoint.",
     ),
@@ -171,6 +172,7 @@ FAILURES = {
 _WORDS = (
     "rror", "xception", "illed", "emory", "space left", "quota", "imeout", "imed out", "CANCEL", "NCCL", "Interrupt",
     "fault", "terminated", "signal", "Xid", "Broken pipe", "reset by peer", "oom", "numeric entries", "^C", "symbol",
+    "exitcode", "exit code",
 )  # fmt: skip
 """One of them is in every text that FAILURES knows: a substring search costs less than the patterns."""
 _EXCEPTION = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure))(?:: (.*))?$")
