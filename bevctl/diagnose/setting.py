@@ -55,6 +55,10 @@ class Setting:
     tasks: tuple[str, ...] = ()
     """Heads that the config builds: object, map."""
     fp32_modules: tuple[str, ...] = ()
+    workers: int | None = None
+    """Loading processes a GPU."""
+    checkpointing: bool | None = None
+    """Whether activations of a part are recomputed."""
     gpu_names: tuple[str, ...] = ()
     config: ForeignConfig | None = None
     """The config of another project."""
@@ -132,6 +136,8 @@ def _own(config: Mapping[str, Any], where: str) -> Setting:
         clip=optim["clip"],
         tasks=tuple(task for task in ("object", "map") if model.get(task) is not None),
         fp32_modules=tuple(precision["fp32_modules"]),
+        workers=config["train"]["workers"],
+        checkpointing=bool(model["checkpointing"]),
     )
 
 
@@ -155,6 +161,8 @@ def _foreign(config: ForeignConfig, where: str) -> Setting:
         warmup=_count(warmup),
         clip=float(clip) if isinstance(clip, int | float) else None,
         tasks=("map",) if foreign_facts.has_map_head(config) else (),
+        workers=foreign_facts.workers_per_gpu(config),
+        checkpointing=any(value is True for value in config.find("with_cp", "model")),
         config=config,
         notes=config.notes,
     )

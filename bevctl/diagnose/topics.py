@@ -17,6 +17,7 @@ TOPICS: dict[str, tuple[str, str]] = {
         "bevctl.diagnose.accuracy_drop",
         "Half precision that scores lower: how much, in which class, since when, which part.",
     ),
+    "oom": ("bevctl.diagnose.oom", "Memory that ran out, of the GPU or the host: what held it, and what to turn down."),
 }
 """Name → (module with `diagnose`, one line of help). A module is imported when its topic is asked for."""
 

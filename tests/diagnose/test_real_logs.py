@@ -57,6 +57,17 @@ def test_fp16_inactive(path: Path) -> None:
     assert answer.status is (Status.CLEAR if path.name.startswith(known) else Status.INCONCLUSIVE)
 
 
+@pytest.mark.parametrize("path", _logs(), ids=lambda path: path.name[:40])
+def test_oom(path: Path) -> None:
+    answer = ask("oom", path)
+    killed = path.name.startswith("06_")
+    assert found(answer) == ({"LOAD002": "fail"} if killed else {})
+    other_end = ("03_", "09_", "19_", "21_")  # finished, or died of something else
+    silent = Status.CLEAR if path.name.startswith(other_end) else Status.INCONCLUSIVE
+    assert answer.status is (Status.FOUND if killed else silent)
+    json.dumps(strict_json(document("oom", answer)), allow_nan=False)
+
+
 def test_the_auxiliary_2d_head_is_named() -> None:
     answer = ask("nan", next(LOGS.glob("37_*")))
     told = the(answer, "NAN103").evidence[0].what
