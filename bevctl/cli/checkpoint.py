@@ -108,29 +108,29 @@ def convert(
     """
     from bevctl.config.load import load
     from bevctl.engine.checkpoint import read_checkpoint, write_checkpoint
-    from bevctl.engine.checkpoint_convert import Wish, convert_checkpoint
+    from bevctl.engine.checkpoint_convert import Target, convert_checkpoint
 
-    target = out or file.with_name(f"{file.stem}_{layout}.pth")
-    _check_target(file, target, yes or dry_run)
+    path = out or file.with_name(f"{file.stem}_{layout}.pth")
+    _check_free(path, file, yes or dry_run)
     config = load(config_name).config if config_name is not None else None
-    conversion = convert_checkpoint(read_checkpoint(file), Wish(layout, boxes, task, config, min_loaded))
+    conversion = convert_checkpoint(read_checkpoint(file), Target(layout, boxes, task, config, min_loaded))
     if not dry_run:
-        write_checkpoint(target, conversion.content)
-    _tell_conversion(console, conversion, file, target, layout, dry_run)
+        write_checkpoint(path, conversion.content, "Free some space, or choose another --out.")
+    _tell_conversion(console, conversion, file, layout, path, dry_run)
     return ExitCode.OK
 
 
-def _check_target(file: Path, target: Path, may_replace: bool) -> None:
-    if not target.parent.is_dir():
-        raise BevctlError(f"There is no folder {target.parent}.", "Make it, or choose another --out.")
-    if target.exists() and file.exists() and target.samefile(file):
-        raise BevctlError(f"--out {target} is FILE itself.", "Choose another name: the original stays.")
-    if target.exists() and not may_replace:
-        raise BevctlError(f"{target} exists.", "Choose another --out, or replace it with --yes.", ExitCode.FINDINGS)
+def _check_free(path: Path, file: Path, may_replace: bool) -> None:
+    if not path.parent.is_dir():
+        raise BevctlError(f"There is no folder {path.parent}.", "Make it, or choose another --out.")
+    if path.exists() and file.exists() and path.samefile(file):
+        raise BevctlError(f"--out {path} is FILE itself.", "Choose another name: the original stays.")
+    if path.exists() and not may_replace:
+        raise BevctlError(f"{path} exists.", "Choose another --out, or replace it with --yes.", ExitCode.FINDINGS)
 
 
 def _tell_conversion(
-    console: Console, conversion: Conversion, file: Path, target: Path, layout: str, dry_run: bool
+    console: Console, conversion: Conversion, file: Path, layout: str, path: Path, dry_run: bool
 ) -> None:
     by_part = conversion.report.by_part() if conversion.report is not None else conversion.parts
     columns = list(next(iter(by_part.values())))
@@ -140,9 +140,9 @@ def _tell_conversion(
         console.result(f"{note}.")
     total = len(conversion.content["state_dict"])
     what = f"{total} entries, {conversion.layout} layout to {layout}"
-    console.result(f"{target}: {what}" + (" (not written)" if dry_run else ""))
+    console.result(f"{path}: {what}" + (" (not written)" if dry_run else ""))
     body = {
-        "path": target,
+        "path": path,
         "source": file,
         "from": conversion.layout,
         "to": layout,

@@ -31,6 +31,7 @@ _NUMBERED = re.compile(r"(epoch|iter)_\d+\.pth")
 _GEOMETRY = ("dx", "bx", "nx", "frustum")
 """Entries of the view transform that follow from the config; other projects store them as frozen parameters."""
 _DERIVED = (*_GEOMETRY, "relative_position_index")
+_MAKE_ROOM = "Free some space, lower train.keep or choose another --work-dir, then continue with --resume auto."
 _NO_PETR = "It is a checkpoint of PETR or PETRv2, and bevctl has no such model."
 
 
@@ -106,8 +107,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, dict(content))
 
 
-def write_checkpoint(path: Path, content: Mapping[str, Any]) -> None:
+def write_checkpoint(path: Path, content: Mapping[str, Any], advice: str = _MAKE_ROOM) -> None:
     """Writes a checkpoint beside `path` and renames it: a crash or a full disk leaves what was there.
+
+    `advice` is what to do where that cannot be.
 
     Raises:
         BevctlError: the disk is full or refuses (exit code 4).
@@ -120,7 +123,7 @@ def write_checkpoint(path: Path, content: Mapping[str, Any]) -> None:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error).split("\n")[0]
         raise BevctlError(
             f"Cannot write {path}: {reason} ({free:.1f} GB free on that disk). Earlier checkpoints are untouched.",
-            "Free some space, lower train.keep or choose another --work-dir, then continue with --resume auto.",
+            advice,
             ExitCode.RUN_FAILED,
         ) from error
 
@@ -190,10 +193,10 @@ def load_weights(model: nn.Module, path: Path) -> LoadReport:
     return load_state(model, read_checkpoint(path))
 
 
-def load_state(model: nn.Module, checkpoint: Checkpoint) -> LoadReport:
-    """`load_weights` for a checkpoint that was read already."""
+def load_state(model: nn.Module, checkpoint: Checkpoint, boxes: str = "auto") -> LoadReport:
+    """`load_weights` for a checkpoint that was read already; `boxes` as of `to_our_layout`."""
     ours = model.state_dict()
-    state, layout, notes = to_our_layout(checkpoint)
+    state, layout, notes = to_our_layout(checkpoint, boxes)
     state = match_decoders(match_bias_tables(state, ours), ours)
     derived = {key for key in ours if is_derived(key)}
     fitting = {k: v for k, v in state.items() if k in ours and v.shape == ours[k].shape and k not in derived}

@@ -38,8 +38,8 @@ class Conversion:
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What a checkpoint is to be converted to."""
+class Target:
+    """What a checkpoint is to become."""
 
     layout: str
     """bevctl, mit or mmdet3d."""
@@ -53,7 +53,7 @@ class Wish:
     """Share of that model's entries that the file must have."""
 
 
-def convert_checkpoint(checkpoint: Checkpoint, wish: Wish) -> Conversion:
+def convert_checkpoint(checkpoint: Checkpoint, target: Target) -> Conversion:
     """What to write for a checkpoint of any known layout.
 
     Ours keeps epoch, iteration, loss scale and AdamW's averages, so that a run can go on from it; the others get
@@ -62,7 +62,7 @@ def convert_checkpoint(checkpoint: Checkpoint, wish: Wish) -> Conversion:
     Raises:
         BevctlError: unknown names, a decoder for each task where the layout has one, or weights that do not fit.
     """
-    state, layout, notes = to_our_layout(checkpoint, wish.boxes)
+    state, layout, notes = to_our_layout(checkpoint, target.boxes)
     if layout in ("unknown", "petr"):
         known = "bevctl, mit-bevfusion, mmdet3d (BEVFusion) and Swin backbones"
         kind = "of PETR" if layout == "petr" else f"such as {next(iter(state))!r}"
@@ -74,19 +74,19 @@ def convert_checkpoint(checkpoint: Checkpoint, wish: Wish) -> Conversion:
         as_read |= {id(value) for value in average.values()}
         notes.append("Averaged weights (EMA) written, as evaluation uses them")
     report = None
-    if wish.config is not None:
-        model = build_model(wish.config)
-        report = load_state(model, checkpoint)
-        report.require(share_of_model=wish.min_loaded)
+    if target.config is not None:
+        model = build_model(target.config)
+        report = load_state(model, checkpoint, target.boxes)
+        report.require(share_of_model=target.min_loaded)
         state = _with_derived(state, model.state_dict())
         notes += [sentence for sentence in report.sentences()[1:] if sentence not in notes]
-    kept = _of_task(state, wish)
-    written = _EXPORTS[wish.layout](kept) if wish.layout in _EXPORTS else kept
-    if wish.layout != "bevctl":
-        notes += _export_notes(checkpoint, kept, wish)
+    kept = _of_task(state, target)
+    written = _EXPORTS[target.layout](kept) if target.layout in _EXPORTS else kept
+    if target.layout != "bevctl":
+        notes += _export_notes(checkpoint, kept, target)
     sources = {id(value): key for key, value in kept.items()}
     return Conversion(
-        content=_content(checkpoint, {key: _as_stored(value) for key, value in written.items()}, wish),
+        content=_content(checkpoint, {key: _as_stored(value) for key, value in written.items()}, target),
         layout=layout,
         parts=_by_part(state, written, sources, as_read),
         notes=notes,
@@ -103,21 +103,21 @@ def _with_derived(state: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> d
     }
 
 
-def _of_task(state: Mapping[str, Tensor], wish: Wish) -> dict[str, Tensor]:
+def _of_task(state: Mapping[str, Tensor], target: Target) -> dict[str, Tensor]:
     """The entries to write: of one task where one is asked for, or where the layout knows no other."""
-    task = wish.task
-    if task is None and wish.layout == "mmdet3d":
+    task = target.task
+    if task is None and target.layout == "mmdet3d":
         task = "object"
     if task is not None and not any(key.startswith(f"heads.{task}.") for key in state):
         heads = sorted({key.split(".")[1] for key in state if key.startswith("heads.")})
-        if wish.task is not None or heads:
+        if target.task is not None or heads:
             raise BevctlError(
                 f"The file has no head for the task {task!r}; its heads: {', '.join(heads) or 'none'}.",
-                "mmdet3d's BEVFusion has a detection head alone." if wish.task is None else "Give another --task.",
+                "mmdet3d's BEVFusion has a detection head alone." if target.task is None else "Give another --task.",
             )
     if task is not None:
         return of_task(state, task)
-    if wish.layout == "mit" and tasks(state):
+    if target.layout == "mit" and tasks(state):
         raise BevctlError(
             "The model has a decoder for each task, and one of mit-bevfusion has a single one.",
             "Write each task to a file of its own: --task object, --task map.",
@@ -125,14 +125,14 @@ def _of_task(state: Mapping[str, Tensor], wish: Wish) -> dict[str, Tensor]:
     return dict(state)
 
 
-def _export_notes(checkpoint: Checkpoint, state: Mapping[str, Tensor], wish: Wish) -> list[str]:
+def _export_notes(checkpoint: Checkpoint, state: Mapping[str, Tensor], target: Target) -> list[str]:
     """What the other project's programs will see differently."""
-    config = wish.config or _own_config(checkpoint)
+    config = target.config or _own_config(checkpoint)
     notes = []
     if any(key.startswith(f"{BACKBONE}model.") for key in state):
-        notes.append(f"The image backbone is one of timm, which {_NAMES[wish.layout]} has no model for")
+        notes.append(f"The image backbone is one of timm, which {_NAMES[target.layout]} has no model for")
     head = config.model.object if config is not None else None
-    if head is not None and head.box_z == "top" and wish.layout == "mmdet3d":
+    if head is not None and head.box_z == "top" and target.layout == "mmdet3d":
         notes.append("The head predicts the top of a box, which mmdet3d takes for its centre: half a height too high")
     return notes
 
@@ -162,16 +162,16 @@ def _by_part(
     return counts
 
 
-def _content(checkpoint: Checkpoint, state: dict[str, Tensor], wish: Wish) -> dict[str, Any]:
-    config = wish.config or _own_config(checkpoint)
-    if wish.layout == "bevctl":
+def _content(checkpoint: Checkpoint, state: dict[str, Tensor], target: Target) -> dict[str, Any]:
+    config = target.config or _own_config(checkpoint)
+    if target.layout == "bevctl":
         meta: dict[str, Any] = {"epoch": checkpoint.epoch, "iter": checkpoint.iteration}
         source = {"file": checkpoint.path.name, "origin": checkpoint.origin}
         meta |= {"format": FORMAT, "version": bevctl.__version__, "converted_from": source}
         meta |= {"config": to_dict(config)} if config is not None else {}
         return {
             "state_dict": state,
-            "optimizer": _optimizer(checkpoint) if wish.boxes == "auto" and wish.task is None else None,
+            "optimizer": _optimizer(checkpoint) if target.boxes == "auto" and target.task is None else None,
             "scaler": checkpoint.loss_scaler,
             "meta": meta,
         }
@@ -180,7 +180,7 @@ def _content(checkpoint: Checkpoint, state: dict[str, Tensor], wish: Wish) -> di
     meta["exported_by"] = f"bevctl {bevctl.__version__}"
     if config is not None:
         classes = list(config.data.classes)
-        meta |= {"CLASSES": classes} if wish.layout == "mit" else {"dataset_meta": {"classes": classes}}
+        meta |= {"CLASSES": classes} if target.layout == "mit" else {"dataset_meta": {"classes": classes}}
     return {"meta": meta, "state_dict": state}
 
 

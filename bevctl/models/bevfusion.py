@@ -87,7 +87,7 @@ class BEVFusion(nn.Module):
         self.heads = nn.ModuleDict(heads)
         self.checkpoint_lidar = checkpoint_lidar
         self.point_dtype = point_dtype
-        self._frozen: list[nn.Module] = []
+        self._frozen: list[str] = []
 
     def freeze(self, names: Iterable[str]) -> None:
         """Modules that from now on do not learn and stay in evaluation mode.
@@ -99,14 +99,15 @@ class BEVFusion(nn.Module):
             if name not in modules:
                 known = [known for known in modules if known and known.count(".") <= name.count(".")]
                 raise BevctlError(f"model.freeze: the model has no module {name!r}.", did_you_mean(name, known))
-            self._frozen.append(modules[name].requires_grad_(False))
+            modules[name].requires_grad_(False)
+            self._frozen.append(name)
         self.train(self.training)
 
     def train(self, mode: bool = True) -> BEVFusion:
         """As of any module, except that frozen modules stay in evaluation mode."""
         super().train(mode)
-        for module in self._frozen:
-            module.eval()
+        for name in self._frozen:
+            self.get_submodule(name).eval()
         return self
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bevctl.config.load import to_dict
 from bevctl.engine.checkpoint import FORMAT, Checkpoint, load_state, write_checkpoint
-from bevctl.engine.checkpoint_convert import Wish, convert_checkpoint
+from bevctl.engine.checkpoint_convert import Target, convert_checkpoint
 from bevctl.engine.optim import build_optimizer, saved_parameter_states
 from bevctl.errors import BevctlError
 from bevctl.models.build import build_model
@@ -35,8 +35,8 @@ def own(state: dict[str, Tensor], config: Any = DETECTION, **content: Any) -> Ch
     return Checkpoint(Path("own.pth"), {"state_dict": state, "meta": meta, **content})
 
 
-def written(checkpoint: Checkpoint, **wish: Any) -> Checkpoint:
-    return Checkpoint(Path("out.pth"), convert_checkpoint(checkpoint, Wish(**wish)).content)
+def written(checkpoint: Checkpoint, **target: Any) -> Checkpoint:
+    return Checkpoint(Path("out.pth"), convert_checkpoint(checkpoint, Target(**target)).content)
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -103,14 +103,14 @@ def test_boxes_change_with_the_layout_unless_told() -> None:
 
 def test_the_config_checks_the_weights_and_stays_in_the_file() -> None:
     foreign = Checkpoint(Path("x.pth"), {"state_dict": weights(CONFIG)})
-    done = convert_checkpoint(foreign, Wish("bevctl", config=CONFIG))
+    done = convert_checkpoint(foreign, Target("bevctl", config=CONFIG))
     assert done.content["meta"]["config"] == to_dict(CONFIG)
     assert done.report is not None
     assert done.report.share_of_model == 1
     with pytest.raises(BevctlError, match="Only"):
-        convert_checkpoint(Checkpoint(Path("x.pth"), {"state_dict": weights()}), Wish("bevctl", config=CONFIG))
+        convert_checkpoint(Checkpoint(Path("x.pth"), {"state_dict": weights()}), Target("bevctl", config=CONFIG))
     part = convert_checkpoint(
-        Checkpoint(Path("x.pth"), {"state_dict": weights()}), Wish("bevctl", config=CONFIG, min_loaded=0.5)
+        Checkpoint(Path("x.pth"), {"state_dict": weights()}), Target("bevctl", config=CONFIG, min_loaded=0.5)
     )
     assert any("14 missing: heads.map.classifier (14)" in note for note in part.notes)
 
@@ -119,7 +119,7 @@ def test_what_follows_from_the_config_is_that_of_the_config() -> None:
     state = weights()
     del state["encoders.camera.vtransform.frustum"]
     state["encoders.camera.vtransform.dx"] = torch.full((3,), 7.0)
-    done = convert_checkpoint(Checkpoint(Path("x.pth"), {"state_dict": state}), Wish("mit", config=DETECTION))
+    done = convert_checkpoint(Checkpoint(Path("x.pth"), {"state_dict": state}), Target("mit", config=DETECTION))
     expected = build_model(DETECTION).state_dict()
     for name in ("dx", "frustum"):
         key = f"encoders.camera.vtransform.{name}"
@@ -128,20 +128,20 @@ def test_what_follows_from_the_config_is_that_of_the_config() -> None:
 
 
 def test_mmdet3d_gets_the_detection_alone() -> None:
-    done = convert_checkpoint(own(weights(CONFIG), CONFIG), Wish("mmdet3d"))
+    done = convert_checkpoint(own(weights(CONFIG), CONFIG), Target("mmdet3d"))
     assert not any("classifier" in key for key in done.content["state_dict"])
     assert done.parts["heads.map"] == {"written": 0, "reshaped": 0, "left out": 14}
     assert done.parts["heads.object"]["left out"] == 0
     segmentation = own(weights(nano_config(**{"model.object": None})))
     with pytest.raises(BevctlError, match=r"no head for the task 'object'; its heads: map"):
-        convert_checkpoint(segmentation, Wish("mmdet3d"))
+        convert_checkpoint(segmentation, Target("mmdet3d"))
 
 
 def test_two_decoders_are_written_task_by_task() -> None:
     separate = nano_config(**{"model.shared_decoder": False})
     state = weights(separate)
     with pytest.raises(BevctlError, match="decoder for each task") as caught:
-        convert_checkpoint(own(state, separate), Wish("mit"))
+        convert_checkpoint(own(state, separate), Target("mit"))
     assert "--task object" in caught.value.hint
     for task in ("object", "map"):
         found = written(own(state, separate), layout="mit", task=task).state_dict
@@ -154,13 +154,13 @@ def test_two_decoders_are_written_task_by_task() -> None:
 def test_what_bevctl_has_no_model_for_is_refused(names: list[str]) -> None:
     foreign = Checkpoint(Path("x.pth"), {"state_dict": {name: torch.ones(1) for name in names}})
     with pytest.raises(BevctlError, match="no model for"):
-        convert_checkpoint(foreign, Wish("mit"))
+        convert_checkpoint(foreign, Target("mit"))
 
 
 def test_averaged_weights_are_the_ones_written() -> None:
     state = weights()
     average = {key: value + 1 for key, value in state.items() if key.startswith("fuser.") and value.is_floating_point()}
-    done = convert_checkpoint(own(state, ema=average), Wish("mmdet3d"))
+    done = convert_checkpoint(own(state, ema=average), Target("mmdet3d"))
     assert torch.equal(done.content["state_dict"]["fusion_layer.0.weight"], average["fuser.0.weight"])
     assert done.parts["fuser"]["reshaped"] == 0
     assert any("EMA" in note for note in done.notes)
@@ -168,8 +168,8 @@ def test_averaged_weights_are_the_ones_written() -> None:
 
 def test_the_top_of_a_box_is_told_to_mmdet3d() -> None:
     top = nano_config(**{"model.map": None, "model.object.box_z": "top"})
-    assert any("too high" in note for note in convert_checkpoint(own(weights(), top), Wish("mmdet3d")).notes)
-    assert convert_checkpoint(own(weights()), Wish("mmdet3d")).notes == []
+    assert any("too high" in note for note in convert_checkpoint(own(weights(), top), Target("mmdet3d")).notes)
+    assert convert_checkpoint(own(weights()), Target("mmdet3d")).notes == []
 
 
 def adam_states(model: nn.Module, optim: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
