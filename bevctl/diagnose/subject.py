@@ -12,6 +12,7 @@ from bevctl.diagnose.report import DiagnoseFinding, DiagnoseRequest, Remedy
 from bevctl.diagnose.setting import Setting, setting_of
 from bevctl.errors import BevctlError
 from bevctl.finding import Evidence
+from bevctl.monitor.gpus import Gpu
 from bevctl.monitor.report import Circumstances, Report, report_on
 from bevctl.monitor.view import Alarm, View
 from bevctl.runs.records import RunLog
@@ -51,8 +52,11 @@ class Subject:
         return Remedy(known if self.setting.own else {}, why)
 
 
-def read_subject(request: DiagnoseRequest) -> Subject:
+def read_subject(request: DiagnoseRequest, gpus: tuple[Gpu, ...] = ()) -> Subject:
     """Reads what the request names.
+
+    Args:
+        gpus: this machine's cards, for a run that goes on here.
 
     Raises:
         BevctlError: nothing is named, or what is named cannot be read.
@@ -65,7 +69,7 @@ def read_subject(request: DiagnoseRequest) -> Subject:
     checkpoints = _checkpoints(run if run is not None and run.is_dir() else None, request.checkpoint)
     log = None if run is None else _read(run, may_lack=bool(checkpoints))
     against = open_source(request.against).read() if request.against is not None else None
-    report = report_on(log, Circumstances(now=time.time(), against=against)) if log is not None else None
+    report = report_on(log, Circumstances(now=time.time(), against=against, gpus=gpus)) if log is not None else None
     setting = setting_of(log, request.config)
     return Subject(report, setting, checkpoints, tuple(_looked_at(log, against, setting, request)))
 

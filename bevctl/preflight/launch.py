@@ -109,13 +109,14 @@ def contradictions(context: Context) -> Outcome:
     """LAUNCH007: no settings that exclude each other in a distributed run of another project."""
     if context.foreign is None:
         return skipped("the bundled engine has no such settings")
-    found = list(_contradictions(context.foreign, context.gpus or 1))
+    found = list(contradictions_of(context.foreign, context.gpus or 1))
     if found:
         return failed("; ".join(said for said, _ in found), " ".join(fix for _, fix in found))
     return passed("none of those that are known")
 
 
-def _contradictions(config: ForeignConfig, gpus: int) -> Iterator[tuple[str, str]]:
+def contradictions_of(config: ForeignConfig, gpus: int) -> Iterator[tuple[str, str]]:
+    """Settings that exclude each other in a run on so many GPUs: what is wrong, and what to do."""
     checkpointed = any(value is True for value in config.find("with_cp", "model"))
     if config.get("find_unused_parameters") is True and checkpointed:
         where = config.origin("find_unused_parameters")

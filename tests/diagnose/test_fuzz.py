@@ -19,7 +19,7 @@ from bevctl.errors import BevctlError
 
 from .cases import ASSIGNER, CRASHING_FP16, ask, header, mmcv_config, windows
 
-TOPICS = ("nan", "unstable-loss", "fp16-inactive", "oom")
+TOPICS = ("nan", "unstable-loss", "fp16-inactive", "oom", "hang")
 LOG = "\n".join([*header(mmcv_config(more=CRASHING_FP16), "0,1"), *windows(30, {9: {"loss": "nan"}}), *ASSIGNER])
 quick = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -68,6 +68,16 @@ def test_oom(path: Path) -> None:
     json.dumps(strict_json(document("oom", answer)), allow_nan=False)
 
 
+@pytest.mark.parametrize("path", _logs(), ids=lambda path: path.name[:40])
+def test_hang(path: Path) -> None:
+    answer = ask("hang", path)
+    killed = path.name.startswith("06_")
+    assert found(answer) == ({"LOAD002": "fail"} if killed else {})
+    over = ("03_", "09_", "19_", "21_")  # finished or dead; of the others only the log's end is seen
+    silent = Status.CLEAR if path.name.startswith(over) else Status.INCONCLUSIVE
+    assert answer.status is (Status.FOUND if killed else silent)
+
+
 def test_the_auxiliary_2d_head_is_named() -> None:
     answer = ask("nan", next(LOGS.glob("37_*")))
     told = the(answer, "NAN103").evidence[0].what

@@ -1,0 +1,311 @@
+"""A run that is silent: whether it hangs or is dead, which rank waits for what, and how to go on."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import psutil
+
+from bevctl.diagnose.rank_processes import COLLECTIVE, RankProcess, processes_of, top
+from bevctl.diagnose.report import DiagnoseFinding, DiagnoseRequest, Diagnosis, Remedy, Status, Table, status_of
+from bevctl.diagnose.subject import Subject, from_alarm, read_subject
+from bevctl.finding import Evidence, Severity
+from bevctl.monitor.gpus import Gpu, live_gpus
+from bevctl.monitor.progress import evaluation_lengths
+from bevctl.monitor.state import span
+from bevctl.monitor.view import View
+from bevctl.preflight.launch import contradictions_of
+
+SILENT, GPU_PATTERN, CANNOT_RUN, STACKS, SETTINGS, ALIVE = (
+    *("HANG101", "HANG102", "HANG103", "HANG104", "HANG105", "HANG106"),
+)
+BUSY, IDLE = 90.0, 10.0
+"""GPU utilisation in percent: a rank that waits in NCCL spins at 100, one that waits for anything else rests near 0."""
+IN_USE_GIB = 1.0
+"""GPU memory in use below which nobody trains on a card."""
+MEANT = ("RUN004", "LOAD002")
+"""Alarms of what makes the other ranks wait for ever."""
+STARTING, TRAINING, SAVING, EPOCH_END, EVALUATED = (
+    *("before its first training record", "in training", "after it began to save a checkpoint"),
+    *("at the end of an epoch", "after an evaluation"),
+)
+_WHY = {
+    STARTING: "Ranks that have not all come wait for each other (address, port, a rank that failed), or the data set "
+    "is still being read.",
+    TRAINING: "A rank waits for data, for a lock or for the storage, and the others wait for it; or the ranks do not "
+    "take the same path (a head or a norm that only some of them use).",
+    SAVING: "One rank saves or evaluates while the others wait for it; storage that hangs; or ranks that evaluate "
+    "different numbers of samples and meet no more.",
+    EVALUATED: "Ranks that took part in the evaluation and ranks that did not are out of step.",
+}
+_WHY[EPOCH_END] = _WHY[SAVING]
+
+
+def diagnose(request: DiagnoseRequest) -> Diagnosis:
+    """Whether the run hangs, and who waits for whom, by its log, its processes and the GPUs of this machine.
+
+    Raises:
+        BevctlError: what the request names cannot be read.
+    """
+    subject = read_subject(request, live_gpus())
+    view = subject.view
+    if view is None:
+        return Diagnosis(Status.INCONCLUSIVE, (), [*subject.looked_at, "There is no log to look at."])
+    processes = processes_of(view.log)
+    if processes:
+        request.say(f"Looked at {len(processes)} processes of the run")
+    findings = [
+        *_failures(subject),
+        *_silence(subject, processes),
+        *(gpu_pattern(_gpus(view, processes), view.state.name == "stalled")),
+        *cannot_run(processes),
+        *stacks(processes, _is_silent(view)),
+        *_settings(subject),
+    ]
+    findings.sort(key=lambda finding: (-finding.severity.rank, -finding.confidence))
+    status, said = _status(view, findings)
+    tables = [_table(processes)] if processes else []
+    return Diagnosis(status, findings, [*subject.looked_at, *_looked_at(view, processes), *said], tables)
+
+
+def _status(view: View, findings: Sequence[DiagnoseFinding]) -> tuple[Status, list[str]]:
+    status, state = status_of(findings), view.state
+    if status is Status.FOUND:
+        return status, []
+    if state.name == "ended" or (not view.log.steps and state.name != "died"):
+        return Status.INCONCLUSIVE, [f"The run {state.why}: a log alone does not tell a hang from an end."]
+    if state.name == "died":
+        return Status.CLEAR, [f"The run is dead and does not hang: {state.why[:160]}"]
+    return Status.CLEAR, [f"The run is {state.name}: {state.why}"]
+
+
+def _looked_at(view: View, processes: Sequence[RankProcess]) -> Iterator[str]:
+    if processes:
+        yield f"Processes of the run on this machine: {', '.join(process.name for process in processes)}"
+        for process in processes:
+            if process.no_stack:
+                yield f"{process.name}: its stack is not known, {process.no_stack}"
+    elif view.state.name in ("running", "stalled", "ended"):
+        host = (view.log.header.get("meta") or {}).get("host") or view.log.header.get("host")
+        elsewhere = f"; it ran on {host}" if host and host != socket.gethostname() else ""
+        yield f"No process of this run and this user is on this machine{elsewhere}: stacks could not be looked at."
+
+
+def _is_silent(view: View) -> bool:
+    return view.state.name in ("stalled", "ended")
+
+
+def last_act(view: View) -> str:
+    """What the run did last, by its log: one of the constants of this module."""
+    log, progress = view.log, view.progress
+    if not log.steps:
+        return STARTING
+    last = log.steps[-1].iter
+    if any(v.iter is not None and v.iter >= last for v in log.validations):
+        return EVALUATED
+    kinds = [event.kind for event in log.events if event.iter is not None and event.iter >= last]
+    if "checkpoint" in kinds or "Saving checkpoint" in log.last_line:
+        return SAVING
+    return EPOCH_END if progress.iters_per_epoch and last % progress.iters_per_epoch == 0 else TRAINING
+
+
+def _silence(subject: Subject, processes: Sequence[RankProcess]) -> Iterator[DiagnoseFinding]:
+    """The stall itself, and what the last line says of it."""
+    view = subject.view
+    assert view is not None
+    for alarm in subject.alarms("RUN001"):
+        yield from_alarm(alarm, 0.9, _next_steps(processes), (Evidence("last act", f"it stopped {last_act(view)}"),))
+        yield _by_last_act(view, Severity.WARN)
+    if view.state.name == "ended" and processes:
+        told = span(view.state.silence_s) if view.state.silence_s is not None else "a time that the log does not tell"
+        yield DiagnoseFinding(
+            ALIVE,
+            Severity.FAIL,
+            0.9,
+            f"Its processes live, and its log is silent for {told}",
+            (Evidence("last line", view.log.last_line[:120]),),
+            _WHY[last_act(view)],
+            _next_steps(processes),
+        )
+    elif view.state.name == "running" and last_act(view) in (SAVING, EPOCH_END):
+        yield _by_last_act(view, Severity.INFO)
+    for alarm in subject.alarms("RUN005"):
+        yield from_alarm(alarm, 0.9)
+
+
+def _by_last_act(view: View, severity: Severity) -> DiagnoseFinding:
+    state, act, lengths = view.state, last_act(view), evaluation_lengths(view.log)
+    silence = span(state.silence_s) if state.silence_s is not None else "an unknown time"
+    usual = f"evaluations took up to {span(max(lengths))} here" if lengths else "the log shows no finished evaluation"
+    limit = f"; a stall from {span(state.limit_s)} on" if state.limit_s is not None else ""
+    return DiagnoseFinding(
+        SILENT,
+        severity,
+        0.6 if severity is Severity.WARN else 0.5,
+        f"Silent for {silence} {act}",
+        (Evidence("last line", view.log.last_line[:120]), Evidence("log", usual + limit)),
+        _WHY[act] if severity is Severity.WARN else "An evaluation writes nothing for minutes: this is usual.",
+        (Remedy({}, "one epoch without evaluation shows whether it is the culprit"),)
+        if act in (SAVING, EPOCH_END) and severity is Severity.WARN
+        else (),
+    )
+
+
+def _next_steps(processes: Sequence[RankProcess]) -> tuple[Remedy, ...]:
+    """How to see where it hangs, where that could not be seen from here."""
+    if any(process.stack for process in processes):
+        return ()
+    pids = ", ".join(str(process.pid) for process in processes) or "each rank's pid"
+    return (
+        Remedy({}, f"`py-spy dump --pid N` (pip install py-spy) for {pids}: the rank whose stack differs is the one"),
+        Remedy({}, "next time start with faulthandler.register(signal.SIGUSR1): `kill -USR1 PID` then prints stacks"),
+        Remedy({}, "TORCH_NCCL_TRACE_BUFFER_SIZE=2000 and TORCH_NCCL_DUMP_ON_TIMEOUT=1 name the collective in vain"),
+    )
+
+
+def _gpus(view: View, processes: Sequence[RankProcess]) -> list[Gpu]:
+    """The cards that the run uses, as far as the driver names its processes; else those that hold memory."""
+    pids = {process.pid for process in processes}
+    named = [gpu for gpu in view.gpus if pids & {pid for pid, _ in gpu.processes}]
+    return named or [gpu for gpu in view.gpus if (gpu.memory_used_gib or 0.0) > IN_USE_GIB]
+
+
+def gpu_pattern(gpus: Sequence[Gpu], stalled: bool) -> Iterator[DiagnoseFinding]:
+    """What busy and idle cards say of a run that is silent."""
+    known = [(gpu.index, gpu.utilization) for gpu in gpus if gpu.utilization is not None]
+    if not stalled or not known:
+        return
+    idle = [index for index, utilization in known if utilization <= IDLE]
+    busy = [index for index, utilization in known if utilization >= BUSY]
+    if idle and busy:
+        title = f"GPU {', '.join(map(str, idle))} idle, {', '.join(map(str, busy))} busy: the idle rank is the culprit"
+        cause, sure = (
+            "Ranks that wait in NCCL spin at 100 %: they wait for the idle one, which does something else.",
+            0.85,
+        )
+        fix = "look at the stack and the log of the idle rank: its loader, an exception, another path through the model"
+    elif len(idle) == len(known):
+        title, cause = "All GPUs are idle", "Nothing is launched: the processes wait for data, storage or a lock."
+        fix, sure = "look at the loading processes and at the storage (state D in ps); try workers 0 once", 0.6
+    elif len(busy) == len(known) > 1:
+        title, cause = "All GPUs are busy", "All ranks wait in collectives that do not match, or a kernel does not end."
+        fix, sure = "compare the stacks of the ranks: parameters or heads that only some of them use", 0.5
+    else:
+        return
+    yield DiagnoseFinding(
+        GPU_PATTERN,
+        Severity.WARN,
+        sure,
+        title,
+        tuple(Evidence(f"GPU {index}", f"{utilization:.0f} %") for index, utilization in known),
+        cause,
+        (Remedy({}, fix),),
+    )
+
+
+def cannot_run(processes: Sequence[RankProcess]) -> Iterator[DiagnoseFinding]:
+    """Processes that are stopped, dead or stuck in the kernel, and loading processes that are."""
+    evidence, fixes = [], []
+    for process in processes:
+        if process.status == psutil.STATUS_STOPPED:
+            evidence.append(Evidence(process.name, "is stopped by a signal (SIGSTOP, SIGTSTP)"))
+            fixes.append(f"kill -CONT {process.pid}")
+        elif process.status == psutil.STATUS_ZOMBIE:
+            evidence.append(Evidence(process.name, "is dead, and its parent has not collected it"))
+            fixes.append("end the run's other processes and resume it")
+        elif process.status == psutil.STATUS_DISK_SLEEP:
+            evidence.append(Evidence(process.name, "waits in the kernel for a device (state D)"))
+            fixes.append("look at the storage: a mount that does not answer")
+        evidence += [Evidence(process.name, f"loading process {worker}") for worker in process.bad_workers]
+        if process.bad_workers:
+            fixes.append("resume from the last checkpoint; `bevctl diagnose oom` tells of processes killed for memory")
+    if evidence:
+        yield DiagnoseFinding(
+            CANNOT_RUN,
+            Severity.FAIL,
+            0.95,
+            f"{evidence[0].where} {evidence[0].what}",
+            tuple(evidence),
+            "A process that does not run keeps every other rank waiting.",
+            tuple(Remedy({}, fix) for fix in dict.fromkeys(fixes)),
+        )
+
+
+def stacks(processes: Sequence[RankProcess], silent: bool) -> Iterator[DiagnoseFinding]:
+    """Where the ranks stand; one that stands elsewhere than the others is the culprit."""
+    seen = [process for process in processes if process.stack]
+    if not seen or not silent:
+        return
+    doings = {process.pid: process.doing or process.stack[0] for process in seen}
+    usual = _usual(list(doings.values()))
+    apart = [process for process in seen if usual is not None and doings[process.pid] != usual]
+    if apart:
+        named = ", ".join(process.name for process in apart)
+        title, sure = f"{named}: {doings[apart[0].pid]}, while the others are alike: {usual}", 0.9
+    elif usual is not None and len(seen) > 1:
+        title, sure = f"All {len(seen)} ranks are alike: {usual}", 0.6
+    else:
+        title, sure = "; ".join(f"{process.name}: {doings[process.pid]}" for process in seen), 0.6
+    yield DiagnoseFinding(
+        STACKS,
+        Severity.WARN,
+        sure,
+        title,
+        tuple(Evidence(process.name, top(process)) for process in seen),
+        "What it stands in is what the run waits for.",
+    )
+
+
+def _usual(doings: Sequence[str]) -> str | None:
+    """What the ranks do that wait for another one; None where that cannot be told."""
+    if COLLECTIVE in doings:
+        return COLLECTIVE
+    name, count = Counter(doings).most_common(1)[0]
+    return name if 2 * count > len(doings) else None
+
+
+def _failures(subject: Subject) -> Iterator[DiagnoseFinding]:
+    """What the log itself tells of ranks that waited in vain, and of loading processes that died."""
+    for alarm in subject.alarms(*MEANT):
+        yield from_alarm(alarm, 0.85, _for_unused(subject, alarm.title))
+
+
+def _for_unused(subject: Subject, title: str) -> tuple[Remedy, ...]:
+    if "finished reduction" not in title:
+        return ()
+    if subject.setting.checkpointing:
+        return (Remedy({}, "every parameter in the loss; find_unused_parameters does not go with with_cp"),)
+    return (Remedy({}, "find_unused_parameters=True, as the lines below the error name the parameters by index"),)
+
+
+def _settings(subject: Subject) -> Iterator[DiagnoseFinding]:
+    """Settings with which ranks part, of another project's config."""
+    config, gpus, view = subject.setting.config, subject.setting.gpus or 1, subject.view
+    if config is None or view is None:
+        return
+    found = list(contradictions_of(config, gpus))
+    synced = sorted({str(n.get("type")) for n in config.find("norm_cfg", "model") if isinstance(n, dict)})
+    synced = [name for name in synced if "SyncBN" in name]
+    troubled = view.state.name == "stalled" or bool(subject.alarms("RUN004"))
+    if synced and gpus > 1 and troubled:
+        told = f"{', '.join(synced)} waits for all {gpus} ranks in every forward pass"
+        found.append(
+            (told, "If a head with it is left out on some ranks, use GroupNorm there, or feed it on all ranks.")
+        )
+    if found:
+        yield DiagnoseFinding(
+            SETTINGS,
+            Severity.WARN if troubled else Severity.INFO,
+            0.6,
+            found[0][0],
+            tuple(Evidence(str(config.path), said) for said, _ in found),
+            "Ranks that do not take the same path wait for each other for ever, or end with an error of DDP.",
+            tuple(Remedy({}, fix) for _, fix in found),
+        )
+
+
+def _table(processes: Sequence[RankProcess]) -> Table:
+    rows = [(process.rank, process.pid, process.status, process.doing or None, top(process)) for process in processes]
+    return Table("processes", "Processes of the run", ("rank", "pid", "status", "doing", "stack"), rows)
