@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from bevctl.config.load import load
 from bevctl.engine.checkpoint import read_checkpoint
 from bevctl.errors import ExitCode
+from bevctl.models.build import build_model
 from bevctl.preflight.host import Limit
 
 from ..conftest import Outcome
@@ -60,6 +62,29 @@ def test_trains_and_continues_with_the_config_of_the_run(invoke: Invoke, nano: P
     assert third.code == 0
     weights = [read_checkpoint(Path(name) / "latest").state_dict for name in ("run", "straight")]
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def test_a_second_stage_takes_two_files_in_turn_and_keeps_what_is_frozen(invoke: Invoke, nano: Path) -> None:
+    assert invoke("train", nano, "--work-dir", "first", "--max-iters", "1").code == 0
+    torch.manual_seed(5)
+    head = {k: v for k, v in build_model(load(nano).config).state_dict().items() if k.startswith("heads.")}
+    torch.save({"state_dict": head, "meta": {"format": "bevctl"}}, "head.pth")
+    files = ("--load-from", "first/latest", "--load-from", "head.pth")
+    frozen = ("--set", "model.freeze=[encoders.lidar, heads.object]")
+    done = invoke("train", nano, *files, *frozen, "--work-dir", "second", "--max-iters", "3")
+    assert done.code == 0, done.err
+    assert done.err.index("Weights from first/latest") < done.err.index("Weights from head.pth")
+    first, second = (read_checkpoint(Path(name) / "latest").state_dict for name in ("first", "second"))
+    expected = {k: v for k, v in first.items() if k.startswith("encoders.lidar.")} | head
+    assert all(torch.equal(second[name], value) for name, value in expected.items())
+    assert not torch.equal(second["decoder.backbone.blocks.0.0.weight"], first["decoder.backbone.blocks.0.0.weight"])
+    assert json.loads(Path("second/run.json").read_text())["segments"][0]["load_from"] == "first/latest, head.pth"
+    on = invoke("train", "--work-dir", "second", "--resume", "auto")
+    assert "Same setting: continuing at iteration 3" in on.err
+    assert "Weights from" not in on.err
+    assert invoke("train", nano, *files, *frozen, "--work-dir", "straight").code == 0
+    ends = [read_checkpoint(Path(name) / "latest").state_dict for name in ("second", "straight")]
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
 
 
 def test_options_reach_the_config(invoke: Invoke, nano: Path) -> None:

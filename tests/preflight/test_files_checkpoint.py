@@ -224,6 +224,19 @@ def test_pretrained_backbone_that_is_missing_or_another(tmp_path: Path) -> None:
     assert "Not one of the 1 entries" in outcome.found
 
 
+def test_weights_that_a_new_run_starts_from(tmp_path: Path) -> None:
+    here, gone = save({"state_dict": build_model(CONFIG).state_dict()}, tmp_path / "here.pth"), tmp_path / "gone.pth"
+
+    def outcome(*names: object, resume: str | None = None) -> Outcome:
+        config = nano_config(**{"model.load_from": tuple(map(str, names))})
+        return judge(context(tmp_path, resume, config), "FILE009")
+
+    assert outcome(here, here).status == CheckStatus.PASS
+    assert outcome(here, gone).status == CheckStatus.FAIL
+    assert "gone.pth does not exist" in outcome(here, gone).found
+    assert outcome(here, gone, resume=str(here)).status == CheckStatus.SKIP, "a resumed run has weights"
+
+
 def test_weights_of_a_foreign_config(tmp_path: Path) -> None:
     script = tmp_path / "config.py"
 
