@@ -106,7 +106,7 @@ def history_of(records: Sequence[StepRecord], interval: float | None = None) -> 
         np.array([record.epoch for record in records], dtype=np.float64),
         {name: np.array(lists[name], dtype=np.float64) for name in kept},
         {name: logged[name] for name in kept},
-        tuple(name for name in parts if not name.startswith("stats/")),
+        tuple(name for name in parts if name in kept and not name.startswith("stats/")),
         interval or 1.0,
     )
 
