@@ -44,6 +44,9 @@ class TopicCommand(click.Command):
 @click.option("--config", metavar="CONFIG", help="The run's config, where its folder holds none.")
 @click.option("--checkpoint", metavar="CKPT", type=_FILE, help="A checkpoint to examine.")
 @click.option(
+    "--bench", metavar="FILE", type=_FILE, multiple=True, help="A `bevctl bench --json` document; repeatable."
+)
+@click.option(
     "--forecast", is_flag=True, help="Of a healthy run: what FP16 could not hold, and the settings that help."
 )
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where to compute; auto.")
@@ -62,6 +65,7 @@ def command(
     source: Path | None,
     config: str | None,
     checkpoint: Path | None,
+    bench: tuple[Path, ...],
     forecast: bool,
     device: str,
     fail_on: str,
@@ -76,8 +80,8 @@ def command(
     from bevctl.diagnose.topics import diagnose
     from bevctl.finding import Severity
 
-    _check(topic, replay, forecast, write_fix)
-    if run is None and checkpoint is None:
+    _check(topic, replay, forecast, bench, write_fix)
+    if run is None and checkpoint is None and not bench:
         run = _newest(console)
     request = DiagnoseRequest(
         run=run,
@@ -87,6 +91,7 @@ def command(
         config=config,
         checkpoint=checkpoint,
         forecast=forecast,
+        bench=bench,
         device=device,
         say=console.info,
     )
@@ -98,10 +103,12 @@ def command(
     return exit_code(answer, Severity(fail_on))
 
 
-def _check(topic: str, replay: bool, forecast: bool, write_fix: Path | None) -> None:
+def _check(topic: str, replay: bool, forecast: bool, bench: tuple[Path, ...], write_fix: Path | None) -> None:
     """Refuses at once what would fail or be ignored after minutes of work."""
     if topic != "nan" and (replay or forecast):
         raise BevctlError(f"--{'replay' if replay else 'forecast'} belongs to `diagnose nan`.", "Leave it out.")
+    if bench and topic != "no-speedup":
+        raise BevctlError("--bench belongs to `diagnose no-speedup`.", "Leave it out.")
     if replay and forecast:
         raise BevctlError("--replay contradicts --forecast, which is for a healthy run.", "Give one of them.")
     if write_fix is not None and write_fix.is_dir():

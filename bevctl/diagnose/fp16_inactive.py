@@ -33,6 +33,17 @@ def diagnose(request: DiagnoseRequest) -> Diagnosis:
         BevctlError: what the request names cannot be read.
     """
     subject = read_subject(request)
+    findings = findings_of(subject, request)
+    proof = _in_effect(subject)
+    status = status_of(findings)
+    if status is Status.CLEAR and proof is None and subject.setting.precision != "fp32":
+        missing = "Nothing here shows whether half precision has an effect: give the FP32 run with --against."
+        return Diagnosis(Status.INCONCLUSIVE, findings, [*subject.looked_at, missing])
+    return Diagnosis(status, findings, [*subject.looked_at, *([proof] if proof is not None else [])])
+
+
+def findings_of(subject: Subject, request: DiagnoseRequest) -> list[DiagnoseFinding]:
+    """Everything about the number format, the worst first."""
     passages = scan_source(request.source) if request.source is not None else []
     findings = [
         *_lost_tasks(subject),
@@ -43,13 +54,7 @@ def diagnose(request: DiagnoseRequest) -> Diagnosis:
         *_unmarked(subject, request, passages),
         *_not_faster(subject),
     ]
-    findings = sorted(findings, key=lambda finding: (-finding.severity.rank, -finding.confidence))
-    proof = _in_effect(subject)
-    status = status_of(findings)
-    if status is Status.CLEAR and proof is None and subject.setting.precision != "fp32":
-        missing = "Nothing here shows whether half precision has an effect: give the FP32 run with --against."
-        return Diagnosis(Status.INCONCLUSIVE, findings, [*subject.looked_at, missing])
-    return Diagnosis(status, findings, [*subject.looked_at, *([proof] if proof is not None else [])])
+    return sorted(findings, key=lambda finding: (-finding.severity.rank, -finding.confidence))
 
 
 def _in_effect(subject: Subject) -> str | None:

@@ -38,6 +38,8 @@ class DiagnoseRequest:
     """Config by path or packaged name, where the run does not hold its own."""
     checkpoint: Path | None = None
     forecast: bool = False
+    bench: tuple[Path, ...] = ()
+    """Documents of `bevctl bench --json`."""
     device: str = "auto"
     """auto, cpu or cuda: where a topic computes."""
     say: Callable[[str], None] = _say_nothing

@@ -18,6 +18,10 @@ TOPICS: dict[str, tuple[str, str]] = {
         "Half precision that scores lower: how much, in which class, since when, which part.",
     ),
     "oom": ("bevctl.diagnose.oom", "Memory that ran out, of the GPU or the host: what held it, and what to turn down."),
+    "no-speedup": (
+        "bevctl.diagnose.no_speedup",
+        "Half precision that is no faster: where the time goes, and how much there is to gain.",
+    ),
     "hang": ("bevctl.diagnose.hang", "A run that is silent: stalled or dead, which rank waits for what."),
 }
 """Name → (module with `diagnose`, one line of help). A module is imported when its topic is asked for."""

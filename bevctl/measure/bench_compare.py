@@ -49,7 +49,7 @@ def compare(before: Path, after: Path) -> Comparison:
     Raises:
         BevctlError: a file is no such document, or the two have nothing in common.
     """
-    documents = [_read(path) for path in (before, after)]
+    documents = [read_document(path) for path in (before, after)]
     old, new = (_quantities(document, path) for document, path in zip(documents, (before, after), strict=True))
     common = [key for key in old if key in new]
     if not common:
@@ -69,17 +69,18 @@ def compare(before: Path, after: Path) -> Comparison:
     return Comparison(changes, notes)
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def read_document(path: Path) -> Mapping[str, Any]:
+    """A document of `bevctl bench --json`. Raises BevctlError for any other file."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise BevctlError(f"{path} is not JSON: {str(error)[:200]}.", _HINT) from error
+        raise BevctlError(f"{path} is not JSON: {str(error)[:200]}.", HINT) from error
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-        raise BevctlError(f"{path} is no {SCHEMA} document.", _HINT)
+        raise BevctlError(f"{path} is no {SCHEMA} document.", HINT)
     return document
 
 
-_HINT = "Write one with `bevctl bench CONFIG --json > FILE`."
+HINT = "Write one with `bevctl bench CONFIG --json > FILE`."
 
 
 def _quantities(document: Mapping[str, Any], path: Path) -> dict[tuple[str, int, str], float]:
@@ -93,5 +94,5 @@ def _quantities(document: Mapping[str, Any], path: Path) -> dict[tuple[str, int,
                 if value is not None and float(value) > 0:
                     found[(*key, quantity)] = float(value)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BevctlError(f"{path} lacks what a {SCHEMA} document has: {error!r}.", _HINT) from error
+        raise BevctlError(f"{path} lacks what a {SCHEMA} document has: {error!r}.", HINT) from error
     return found

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from bevctl.console import strict_json
@@ -19,7 +19,7 @@ from bevctl.errors import BevctlError
 
 from .cases import ASSIGNER, CRASHING_FP16, ask, header, mmcv_config, windows
 
-TOPICS = ("nan", "unstable-loss", "fp16-inactive", "oom", "hang")
+TOPICS = ("nan", "unstable-loss", "fp16-inactive", "oom", "hang", "no-speedup")
 LOG = "\n".join([*header(mmcv_config(more=CRASHING_FP16), "0,1"), *windows(30, {9: {"loss": "nan"}}), *ASSIGNER])
 quick = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -43,6 +43,7 @@ SCALARS = st.sampled_from([float("nan"), float("inf"), 0.0, -1.0, 1e30, 3, "x", 
 
 @quick
 @given(st.lists(st.tuples(SCALARS, SCALARS, SCALARS), min_size=1, max_size=40))
+@example([(float("nan"), None, float("nan"))])  # a part of the loss that never is a number
 def test_any_numbers_in_a_run_of_our_own(tmp_path: Path, rows: list[tuple[object, object, object]]) -> None:
     lines = [
         json.dumps({"epoch": 1, "iter": n, "loss": a, "losses": {"loss/map/focal": b}, "grad_norm": c, "loss_scale": a})

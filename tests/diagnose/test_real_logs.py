@@ -78,6 +78,24 @@ def test_hang(path: Path) -> None:
     assert answer.status is (Status.FOUND if killed else silent)
 
 
+NO_SPEEDUP = {
+    "11_": {"LOAD001": "warn"},
+    "18_": {"PREC101": "warn"},
+    "19_": {"PREC101": "warn"},
+    "31_": {"TIME002": "warn"},
+    "39_": {"TIME002": "warn"},
+}
+
+
+@pytest.mark.parametrize("path", _logs(), ids=lambda path: path.name[:40])
+def test_no_speedup(path: Path) -> None:
+    answer = ask("no-speedup", path)
+    expected = next((NO_SPEEDUP[start] for start in NO_SPEEDUP if path.name.startswith(start)), {})
+    assert found(answer) == expected
+    assert answer.status is (Status.FOUND if expected else Status.INCONCLUSIVE)
+    json.dumps(strict_json(document("no-speedup", answer)), allow_nan=False)
+
+
 def test_the_auxiliary_2d_head_is_named() -> None:
     answer = ask("nan", next(LOGS.glob("37_*")))
     told = the(answer, "NAN103").evidence[0].what

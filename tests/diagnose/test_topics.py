@@ -5,11 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
+import pytest
 import yaml
 
 import bevctl.explain
-from bevctl.diagnose import checkpoint_scan, fp16_inactive, learning_rate, nan_log, signatures, unstable_loss
+from bevctl.diagnose import (
+    checkpoint_scan,
+    fp16_inactive,
+    hang,
+    learning_rate,
+    nan_log,
+    no_speedup,
+    oom,
+    signatures,
+    unstable_loss,
+)
 from bevctl.diagnose.signatures import SIGNATURES
 from bevctl.explain import explanations
 from bevctl.monitor.alarms.table import ALARMS
@@ -31,8 +43,18 @@ def test_every_id_is_explained() -> None:
     assert explained <= {*explanations()}
 
 
+@pytest.mark.parametrize(
+    ("module", "family"), [(oom, "diagnose_oom"), (hang, "diagnose_hang"), (no_speedup, "diagnose_speed")]
+)
+def test_every_id_of_memory_time_and_silence_is_explained(module: ModuleType, family: str) -> None:
+    explained = set(yaml.safe_load((Path(bevctl.explain.__file__).parent / f"{family}.yaml").read_text()))
+    used = set(re.findall(r'"([A-Z]+\d{3})"', Path(str(module.__file__)).read_text()))
+    assert used - {*ALARMS} == explained
+    assert explained <= {*explanations()}
+
+
 def test_alarms_that_are_symptoms_exist() -> None:
-    assert {*nan_log.SYMPTOMS, *unstable_loss.SYMPTOMS} <= {*ALARMS}
+    assert {*nan_log.SYMPTOMS, *unstable_loss.SYMPTOMS, *no_speedup.SLOW, *hang.MEANT} <= {*ALARMS}
 
 
 def test_the_command_names_the_crash_of_another_projects_run(invoke: Invoke, tmp_path: Path) -> None:
