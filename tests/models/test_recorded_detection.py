@@ -78,10 +78,14 @@ def record_outputs(model: BEVFusion, tensors: dict[str, Tensor]) -> None:
         model.get_submodule(module).register_forward_hook(recorder(names))
 
     def queries(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        tensors["bbox_head.query_feat_in"] = inputs[0].transpose(1, 2)
+        tensors["bbox_head.query_feat_in"] = inputs[0]
         tensors["bbox_head.query_pos"] = inputs[1]
 
+    def pooled(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        tensors["view_transform.bev_pool"] = inputs[0]
+
     model.get_submodule("heads.object.decoder.0").register_forward_pre_hook(queries)
+    model.get_submodule("encoders.camera.vtransform.downsample").register_forward_pre_hook(pooled)
 
 
 def feed_raster(_module: nn.Module, args: Any, _kwargs: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -103,7 +107,7 @@ def run() -> Run:
         return Run(tensors, outputs, head.loss(outputs, batch), Predictions(boxes, scores, labels))
 
 
-@pytest.mark.parametrize("name", [name for names in MODULES.values() for name in names])
+@pytest.mark.parametrize("name", ["view_transform.bev_pool", *(name for names in MODULES.values() for name in names)])
 def test_tensors(run: Run, name: str) -> None:
     golden.assert_matches(name, run.tensors[name])
 
@@ -152,6 +156,13 @@ def test_queries_and_what_is_predicted_for_them(run: Run) -> None:
     for name, values in branches.items():
         errors = (values[sample, ours] - recorded(name)[sample, :, theirs]).abs()
         assert float(errors.max()) < 1e-2, name
+
+
+def test_queries_start_with_the_recorded_features(run: Run) -> None:
+    sample, ours, theirs = torch.tensor(matching_queries(run)).T
+    in_their_order = torch.zeros(2, 128, 200)
+    in_their_order[sample, :, theirs] = run.tensors["bbox_head.query_feat_in"][sample, ours]
+    golden.assert_matches("bbox_head.query_feat_in", in_their_order, outliers=0.005 + DIFFERENT_QUERIES / QUERIES)
 
 
 @pytest.mark.parametrize("sample", [0, 1])
