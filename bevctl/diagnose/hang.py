@@ -14,7 +14,7 @@ from bevctl.diagnose.subject import Subject, from_alarm, read_subject
 from bevctl.finding import Evidence, Severity
 from bevctl.monitor.gpus import Gpu, live_gpus
 from bevctl.monitor.progress import evaluation_lengths
-from bevctl.monitor.state import span
+from bevctl.monitor.state import LEAST_SILENCE_S, kinds_since, span
 from bevctl.monitor.view import View
 from bevctl.preflight.launch import contradictions_of
 
@@ -27,6 +27,7 @@ IN_USE_GIB = 1.0
 """GPU memory in use below which nobody trains on a card."""
 MEANT = ("RUN004", "LOAD002")
 """Alarms of what makes the other ranks wait for ever."""
+DEAD_WORKER = "resume from the last checkpoint; `bevctl diagnose oom` tells of processes killed for memory"
 STARTING, TRAINING, SAVING, EPOCH_END, EVALUATED = (
     *("before its first training record", "in training", "after it began to save a checkpoint"),
     *("at the end of an epoch", "after an evaluation"),
@@ -54,8 +55,6 @@ def diagnose(request: DiagnoseRequest) -> Diagnosis:
     if view is None:
         return Diagnosis(Status.INCONCLUSIVE, (), [*subject.looked_at, "There is no log to look at."])
     processes = processes_of(view.log)
-    if processes:
-        request.say(f"Looked at {len(processes)} processes of the run")
     findings = [
         *_failures(subject),
         *_silence(subject, processes),
@@ -105,8 +104,7 @@ def last_act(view: View) -> str:
     last = log.steps[-1].iter
     if any(v.iter is not None and v.iter >= last for v in log.validations):
         return EVALUATED
-    kinds = [event.kind for event in log.events if event.iter is not None and event.iter >= last]
-    if "checkpoint" in kinds or "Saving checkpoint" in log.last_line:
+    if "checkpoint" in kinds_since(log, last) or "Saving checkpoint" in log.last_line:
         return SAVING
     return EPOCH_END if progress.iters_per_epoch and last % progress.iters_per_epoch == 0 else TRAINING
 
@@ -129,10 +127,16 @@ def _silence(subject: Subject, processes: Sequence[RankProcess]) -> Iterator[Dia
             _WHY[last_act(view)],
             _next_steps(processes),
         )
-    elif view.state.name == "running" and last_act(view) in (SAVING, EPOCH_END):
+    elif _is_pausing(view):
         yield _by_last_act(view, Severity.INFO)
     for alarm in subject.alarms("RUN005"):
         yield from_alarm(alarm, 0.9)
+
+
+def _is_pausing(view: View) -> bool:
+    """Silent for longer than between two lines, as in an evaluation."""
+    long = (view.state.silence_s or 0.0) > LEAST_SILENCE_S
+    return view.state.name == "running" and long and last_act(view) in (SAVING, EPOCH_END)
 
 
 def _by_last_act(view: View, severity: Severity) -> DiagnoseFinding:
@@ -210,23 +214,25 @@ def cannot_run(processes: Sequence[RankProcess]) -> Iterator[DiagnoseFinding]:
     evidence, fixes = [], []
     for process in processes:
         if process.status == psutil.STATUS_STOPPED:
-            evidence.append(Evidence(process.name, "is stopped by a signal (SIGSTOP, SIGTSTP)"))
+            evidence.append(Evidence(process.name, "stopped by a signal (SIGSTOP, SIGTSTP)"))
             fixes.append(f"kill -CONT {process.pid}")
         elif process.status == psutil.STATUS_ZOMBIE:
-            evidence.append(Evidence(process.name, "is dead, and its parent has not collected it"))
+            evidence.append(Evidence(process.name, "dead, and its parent has not collected it"))
             fixes.append("end the run's other processes and resume it")
         elif process.status == psutil.STATUS_DISK_SLEEP:
             evidence.append(Evidence(process.name, "waits in the kernel for a device (state D)"))
             fixes.append("look at the storage: a mount that does not answer")
-        evidence += [Evidence(process.name, f"loading process {worker}") for worker in process.bad_workers]
-        if process.bad_workers:
-            fixes.append("resume from the last checkpoint; `bevctl diagnose oom` tells of processes killed for memory")
+        for pid, status in process.bad_workers:
+            stopped = status == psutil.STATUS_STOPPED
+            told = "stopped by a signal" if stopped else "dead"
+            evidence.append(Evidence(process.name, f"loading process {pid} is {told}"))
+            fixes.append(f"kill -CONT {pid}" if stopped else DEAD_WORKER)
     if evidence:
         yield DiagnoseFinding(
             CANNOT_RUN,
             Severity.FAIL,
             0.95,
-            f"{evidence[0].where} {evidence[0].what}",
+            f"{evidence[0].where}: {evidence[0].what}",
             tuple(evidence),
             "A process that does not run keeps every other rank waiting.",
             tuple(Remedy({}, fix) for fix in dict.fromkeys(fixes)),

@@ -264,7 +264,7 @@ def _silent_end(subject: Subject) -> Iterator[DiagnoseFinding]:
         yield DiagnoseFinding(
             SILENT_END,
             Severity.INFO,
-            0.2,
+            0.5 if alarm.id == "RUN005" else 0.2,
             "The log ends without a reason",
             alarm.evidence,
             "A process that the kernel kills because the host's memory ran out leaves no word in its own log; neither "

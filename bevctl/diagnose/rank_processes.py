@@ -41,8 +41,8 @@ class RankProcess:
     rank: int | None
     status: str
     """As psutil names it: running, sleeping, stopped, disk-sleep, zombie."""
-    bad_workers: tuple[str, ...] = ()
-    """Its loading processes that cannot go on: "pid 12 is a zombie"."""
+    bad_workers: tuple[tuple[int, str], ...] = ()
+    """Pid and status of its loading processes that are stopped or dead."""
     stack: tuple[str, ...] = ()
     """Frames of the main thread, innermost first; empty where py-spy is not installed or not allowed to look."""
     no_stack: str = ""
@@ -139,14 +139,14 @@ def _look(process: psutil.Process) -> RankProcess | None:
     return RankProcess(process.pid, _rank(process), status, workers, stack, why)
 
 
-def _bad(children: Iterable[psutil.Process]) -> Iterator[str]:
+def _bad(children: Iterable[psutil.Process]) -> Iterator[tuple[int, str]]:
     for child in children:
         try:
             status = child.status()
         except psutil.Error:
             continue
         if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED):
-            yield f"pid {child.pid} is {'dead' if status == psutil.STATUS_ZOMBIE else 'stopped by a signal'}"
+            yield child.pid, status
 
 
 def stack_of(pid: int) -> tuple[tuple[str, ...], str]:

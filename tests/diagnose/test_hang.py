@@ -16,12 +16,13 @@ import pytest
 from bevctl.diagnose import hang, rank_processes
 from bevctl.diagnose.hang import cannot_run, gpu_pattern, stacks
 from bevctl.diagnose.rank_processes import RankProcess, doing, main_thread
-from bevctl.diagnose.report import DiagnoseFinding, Diagnosis, Status
+from bevctl.diagnose.report import DiagnoseFinding, DiagnoseRequest, Diagnosis, Status
+from bevctl.diagnose.subject import read_subject
 from bevctl.monitor.gpus import Gpu
 from tests.conftest import Outcome
 from tests.runs.logs import START, mmcv_line, mmcv_message, write
 
-from .cases import ask, evidence, found, header, mmcv_config, the, windows
+from .cases import ask, evidence, found, header, mmcv_config, own_run, the, windows
 
 MINUTE = 60.0
 EVALUATION_S = 11 * MINUTE
@@ -70,6 +71,16 @@ def test_silence_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "py-spy" in the(answer, "RUN001").fix[0].why
     _later(monkeypatch, -1)
     assert ask("hang", path).status is Status.CLEAR
+
+
+@pytest.mark.parametrize(("iteration", "expected"), [(50, hang.TRAINING), (60, hang.SAVING)])
+def test_a_checkpoint_that_is_written_while_training_goes_on(tmp_path: Path, iteration: int, expected: str) -> None:
+    data = {"iteration": iteration, "epoch": 1}
+    event = {"kind": "checkpoint", "message": "Saved", "time": 1.79e9 + 99, "data": data}
+    run = own_run(tmp_path, {"loss": [2.0] * 60}, 60, [event])
+    view = read_subject(DiagnoseRequest(run)).view
+    assert view is not None
+    assert hang.last_act(view) == expected
 
 
 def test_an_old_log_does_not_tell_a_hang_from_an_end(tmp_path: Path) -> None:
@@ -189,9 +200,10 @@ def test_the_rank_that_stands_apart_is_named() -> None:
 
 def test_processes_at_work_are_no_finding() -> None:
     assert list(cannot_run([RankProcess(1, 0, "running"), RankProcess(2, 1, "sleeping")])) == []
-    (finding,) = cannot_run([RankProcess(1, 0, "disk-sleep", ("pid 9 is dead",))])
+    (finding,) = cannot_run([RankProcess(1, 0, "disk-sleep", ((8, "zombie"), (9, "stopped")))])
     assert "storage" in finding.fix[0].why
-    assert "loading process pid 9 is dead" in evidence(finding)
+    assert "loading process 8 is dead" in evidence(finding)
+    assert finding.fix[-1].why == "kill -CONT 9"
 
 
 WRITER = "import sys, time\nfile = open(sys.argv[1], 'a')\nprint('open', flush=True)\ntime.sleep(60)\n"
@@ -221,7 +233,7 @@ def test_a_stopped_process_is_found_by_the_log_that_it_has_open(
         answer = ask("hang", path)
     assert found(answer) == {"HANG103": "fail", "HANG106": "fail"}
     told = the(answer, "HANG103")
-    assert f"rank 1 (pid {process.pid}) is stopped by a signal" in told.title
+    assert f"rank 1 (pid {process.pid}): stopped by a signal" in told.title
     assert told.fix[0].why == f"kill -CONT {process.pid}"
     rows = [row for table in answer.tables for row in table.rows]
     assert [tuple(row[:3]) for row in rows] == [(1, process.pid, "stopped")]
