@@ -151,11 +151,20 @@ def silence_limit(log: RunLog, progress: Progress) -> float:
 def _is_evaluating(log: RunLog, progress: Progress) -> bool:
     """Whether the last thing the run did was to save, or to finish an epoch: an evaluation writes nothing for long."""
     last = log.steps[-1]
-    since = [event.kind for event in log.events if event.iter is not None and event.iter >= last.iter]
+    since = kinds_since(log, last.iter)
     if any(v.iter is not None and v.iter >= last.iter for v in log.validations):
         return False
     at_end = bool(progress.iters_per_epoch) and last.iter % (progress.iters_per_epoch or 1) == 0
     return at_end or "checkpoint" in since or "Saving checkpoint" in log.last_line
+
+
+def kinds_since(log: RunLog, iteration: int) -> list[str]:
+    """Kinds of the events that belong to this iteration or a later one.
+
+    A checkpoint that is written while training goes on says itself of which iteration it is.
+    """
+    told = ((event.kind, event.data.get("iteration", event.iter)) for event in log.events)
+    return [kind for kind, at in told if isinstance(at, int) and at >= iteration]
 
 
 def _is_live(log: RunLog) -> bool:
