@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from bevctl.finding import Evidence, Severity
 from bevctl.monitor.gpus import Gpu, live_gpus
 from bevctl.monitor.progress import evaluation_lengths
 from bevctl.monitor.state import LEAST_SILENCE_S, kinds_since, span
-from bevctl.monitor.view import View
+from bevctl.monitor.view import Alarm, View
 from bevctl.preflight.launch import contradictions_of
 
 SILENT, GPU_PATTERN, CANNOT_RUN, STACKS, SETTINGS, ALIVE = (
@@ -275,7 +276,15 @@ def _usual(doings: Sequence[str]) -> str | None:
 def _failures(subject: Subject) -> Iterator[DiagnoseFinding]:
     """What the log itself tells of ranks that waited in vain, and of loading processes that died."""
     for alarm in subject.alarms(*MEANT):
-        yield from_alarm(alarm, 0.85, _for_unused(subject, alarm.title))
+        yield from_alarm(alarm, 0.85, (*_for_unused(subject, alarm.title), *_first_gone(alarm)))
+
+
+def _first_gone(alarm: Alarm) -> tuple[Remedy, ...]:
+    """Where to look for a rank that ended before the others noticed."""
+    if not re.search(r"Connection|closing signal|exitcode|NCCL|timeout", alarm.title):
+        return ()
+    told = "find the rank that ended or stood still first: its own output, its exit code (-9: killed, often for memory)"
+    return (Remedy({}, told),)
 
 
 def _for_unused(subject: Subject, title: str) -> tuple[Remedy, ...]:
@@ -313,5 +322,7 @@ def _settings(subject: Subject) -> Iterator[DiagnoseFinding]:
 
 
 def _table(processes: Sequence[RankProcess]) -> Table:
-    rows = [(process.rank, process.pid, process.status, process.doing or None, top(process)) for process in processes]
+    rows = [
+        (process.rank, str(process.pid), process.status, process.doing or None, top(process)) for process in processes
+    ]
     return Table("processes", "Processes of the run", ("rank", "pid", "status", "doing", "stack"), rows)

@@ -14,6 +14,8 @@ from bevctl.diagnose.subject import Subject, from_alarm, read_subject
 from bevctl.finding import Evidence, Severity
 from bevctl.monitor.history import History
 from bevctl.monitor.view import View
+from bevctl.runs.readers.events import FAILURES
+from bevctl.runs.records import EventRecord
 
 GIB = 2**30
 FRAGMENTED, OTHERS, TOO_LARGE, RARE_SAMPLES, IN_EVALUATION, SMALL_BATCH, SILENT_END = (
@@ -258,22 +260,29 @@ def _growth(subject: Subject) -> Iterator[DiagnoseFinding]:
 
 def _silent_end(subject: Subject) -> Iterator[DiagnoseFinding]:
     """A run that just stops: the kernel's out-of-memory killer leaves no word in the log."""
-    for alarm in subject.alarms("RUN005", "RUN003"):
-        if subject.view is not None and subject.view.events("failure"):
-            return
+    if subject.view is None or not all(map(_is_dragged, subject.view.events("failure"))):
+        return
+    for alarm in subject.alarms("RUN005", "RUN004", "RUN003")[:1]:
         yield DiagnoseFinding(
             SILENT_END,
             Severity.INFO,
-            0.5 if alarm.id == "RUN005" else 0.2,
-            "The log ends without a reason",
+            0.2 if alarm.id == "RUN003" else 0.5,
+            "The log does not say what ended the run first",
             alarm.evidence,
             "A process that the kernel kills because the host's memory ran out leaves no word in its own log; neither "
-            "does one that was stopped by a signal, nor a log that was copied while the run went on.",
+            "does one that was stopped by a signal, nor a log that was copied while the run went on. Other ranks only "
+            "notice that it is gone.",
             (
                 Remedy({}, "`dmesg -T | grep -i 'killed process'`, and the launcher's output (exit code -9 or 137)"),
                 Remedy({}, "in a container, memory.events of its control group counts oom_kill"),
             ),
         )
+
+
+def _is_dragged(event: EventRecord) -> bool:
+    """Whether a failure only follows from that of another process."""
+    failure = FAILURES.get(str(event.data.get("cause")))
+    return failure is not None and failure.dragged
 
 
 def _figures(shortage: Shortage) -> Table:

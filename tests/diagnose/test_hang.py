@@ -107,6 +107,12 @@ def test_what_the_log_says_of_ranks_that_waited(tmp_path: Path, line: str) -> No
     assert found(ask("hang", write(tmp_path / "a.log", [*windows(8), line])))["RUN004"] == "fail"
 
 
+def test_a_lost_connection_sends_to_the_rank_that_is_gone(tmp_path: Path) -> None:
+    line = "RuntimeError: [gloo/transport/tcp/pair.cc:545] Read error: Connection reset by peer"
+    told = the(ask("hang", write(tmp_path / "a.log", [*windows(8), line])), "RUN004")
+    assert "its exit code (-9: killed" in told.fix[0].why
+
+
 @pytest.mark.parametrize(("checkpointed", "advice"), [(True, "does not go with with_cp"), (False, "=True")])
 def test_unused_parameters_are_searched_only_without_checkpointing(
     tmp_path: Path, checkpointed: bool, advice: str
@@ -236,7 +242,7 @@ def test_a_stopped_process_is_found_by_the_log_that_it_has_open(
     assert f"rank 1 (pid {process.pid}): stopped by a signal" in told.title
     assert told.fix[0].why == f"kill -CONT {process.pid}"
     rows = [row for table in answer.tables for row in table.rows]
-    assert [tuple(row[:3]) for row in rows] == [(1, process.pid, "stopped")]
+    assert [tuple(row[:3]) for row in rows] == [(1, str(process.pid), "stopped")]
 
 
 def test_stacks_come_from_py_spy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,6 +165,12 @@ def test_another_failure_is_no_want_of_memory(tmp_path: Path) -> None:
     assert (answer.status, found(answer)) == (Status.CLEAR, {})
 
 
+def test_what_other_ranks_notice_does_not_rule_memory_out(tmp_path: Path) -> None:
+    line = "RuntimeError: [gloo/transport/tcp/pair.cc:545] Read error: Connection reset by peer"
+    answer = ask_log("oom", tmp_path, [*windows(4), line])
+    assert (answer.status, [f.id for f in answer.findings]) == (Status.INCONCLUSIVE, ["MEM107"])
+
+
 @pytest.mark.parametrize(("reserved", "fragmented"), [(10.9, False), (11.2, True)])
 def test_idle_memory_counts_where_it_would_have_been_enough(reserved: float, fragmented: bool) -> None:
     event = EventRecord("failure", "x", None)
