@@ -24,6 +24,7 @@ MINIMUM_CAPABILITY = (8, 0)
 MINIMUM_TRITON = (3, 3)
 """What torch 2.7 brings; the language of older ones refuses some of what the kernels write."""
 _forced: list[str] = []
+_ASSUMED = "assumed"
 
 
 def use_triton(tensor: Tensor) -> bool:
@@ -56,6 +57,18 @@ def forced(choice: str) -> Iterator[None]:
         _forced.pop()
 
 
+@contextlib.contextmanager
+def assumed() -> Iterator[None]:
+    """Runs the block, on fake tensors, as on a GPU that has Triton: kernels get their outputs but are not launched."""
+    with forced(_ASSUMED):
+        yield
+
+
+def launches() -> bool:
+    """Whether kernels run, rather than being assumed to."""
+    return not _forced or _forced[-1] != _ASSUMED
+
+
 def is_forced() -> bool:
     """Whether a block of `forced` runs."""
     return bool(_forced)
@@ -67,6 +80,8 @@ def _wanted() -> str:
 
 @functools.lru_cache(maxsize=64)
 def _choose(wanted: str, device: torch.device) -> tuple[bool, str]:
+    if wanted == _ASSUMED:
+        return True, "assumed"
     if wanted not in CHOICES:
         raise BevctlError(f"{VARIABLE} is {wanted!r}.", did_you_mean(wanted, CHOICES))
     if wanted == "torch":

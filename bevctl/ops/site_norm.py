@@ -130,12 +130,14 @@ class _Normalise(torch.autograd.Function):
         kept = out if relu and shortcut is not None else None
         ctx.save_for_backward(features, kept, weight, bias, statistics)
         ctx.shortcut, ctx.relu, ctx.ops, ctx.shared = shortcut is not None, relu, ops, shared
+        ctx.unpacked = None
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        features, out, weight, bias, statistics = ctx.saved_tensors
+        features, out, weight, bias, statistics = _kept(ctx)
+        ctx.unpacked = None
         grad = grad.contiguous()
         own = ctx.ops.sums(grad, features, out, statistics, weight, bias, ctx.relu)
         total = own
@@ -156,6 +158,14 @@ def norm_of(tensor: Tensor) -> Any:
 
 def made_again(norm: Any) -> Tensor:
     """The result of a norm found by `norm_of`, before its backward pass: cheaper to make again than to keep."""
-    features, _, weight, bias, statistics = norm.saved_tensors
+    features, _, weight, bias, statistics = _kept(norm)
     result: Tensor = norm.ops.apply(features, statistics, weight, bias, None, norm.relu)
     return result
+
+
+def _kept(norm: Any) -> tuple[Any, ...]:
+    """The tensors that a norm kept; under activation checkpointing torch hands them out only once."""
+    if norm.unpacked is None:
+        norm.unpacked = norm.saved_tensors
+    kept: tuple[Any, ...] = norm.unpacked
+    return kept

@@ -12,6 +12,8 @@ from typing import Any
 
 import triton
 
+from bevctl.ops.backend import launches
+
 _DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
 """Compiled kernels take all arguments in the order of their signature; older versions launch in the ordinary way."""
 _NUMBERS = (int, float)
@@ -33,6 +35,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         arguments: tensors on the current device, the first one of them, sizes and floats.
         constants: the kernel's constants, and num_warps and num_stages.
     """
+    if not launches():
+        return
     if not _DIRECT or not isinstance(kernel, triton.JITFunction):
         kernel[grid](*arguments, **constants)
         return
@@ -45,6 +49,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         return
     compiled, values = known
     compiled[(*grid, 1, 1)[:3]](*arguments, *values)
+
+
+def launch_specialised(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """`kernel[grid](*arguments, **constants)` for any kernel, in Triton's own way."""
+    if launches():
+        kernel[grid](*arguments, **constants)
 
 
 def blocks(elements: int, size: int) -> int:

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bevctl.ops.kernels.launch import launch_specialised
+
 _TILE = 2048
 """Elements that a program holds at once."""
 _PROGRAMS_PER_PROCESSOR = 4
@@ -85,7 +87,8 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dt
     out = torch.empty_like(x, dtype=dtype)
     means, deviations = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
     tile = _tile(channels)
-    _forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](x, weight, bias, out, means, deviations, rows, eps, **tile)
+    grid = (triton.cdiv(rows, tile["ROWS"]),)
+    launch_specialised(_forward_kernel, grid, x, weight, bias, out, means, deviations, rows, eps, **tile)
     return out, means, deviations
 
 
@@ -98,7 +101,8 @@ def backward(
     programs = min(triton.cdiv(rows, tile["ROWS"]), _PROGRAMS_PER_PROCESSOR * _processors(x))
     x_grad = torch.empty_like(x)
     shares = x.new_empty(2, programs, channels, dtype=torch.float32)
-    _backward_kernel[(programs,)](grad, x, weight, means, deviations, x_grad, shares[0], shares[1], rows, **tile)
+    tensors = (grad, x, weight, means, deviations, x_grad, shares[0], shares[1])
+    launch_specialised(_backward_kernel, (programs,), *tensors, rows, **tile)
     weight_grad, bias_grad = shares.sum(1).to(weight.dtype)
     return x_grad, weight_grad, bias_grad
 
@@ -108,9 +112,8 @@ def scaled(values: Tensor, scale: Tensor, dtype: torch.dtype, added: Tensor | No
     out = torch.empty_like(values, dtype=dtype)
     per_sample = values[0].numel()
     grid = (triton.cdiv(per_sample, _BLOCK), len(values))
-    _scaled_kernel[grid](
-        values, scale, values if added is None else added, out, per_sample, ADD=added is not None, BLOCK=_BLOCK
-    )
+    tensors = (values, scale, values if added is None else added, out)
+    launch_specialised(_scaled_kernel, grid, *tensors, per_sample, ADD=added is not None, BLOCK=_BLOCK)
     return out
 
 

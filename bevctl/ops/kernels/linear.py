@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bevctl.ops.kernels.launch import launch_specialised
+
 _ROWS, _COLUMNS = 64, 128
 _PROGRAMS = 512
 
@@ -30,5 +32,8 @@ def column_sums(values: Tensor) -> Tensor:
     blocks = triton.cdiv(columns, _COLUMNS)
     programs = max(1, min(triton.cdiv(rows, _ROWS), _PROGRAMS // blocks))
     shares = values.new_empty(programs, columns, dtype=torch.float32)
-    _column_sums_kernel[(blocks, programs)](values.contiguous(), shares, rows, columns, ROWS=_ROWS, COLUMNS=_COLUMNS)
+    grid = (blocks, programs)
+    launch_specialised(
+        _column_sums_kernel, grid, values.contiguous(), shares, rows, columns, ROWS=_ROWS, COLUMNS=_COLUMNS
+    )
     return shares.sum(0)
