@@ -27,7 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "data": ("bevctl.cli.data", "Make, prepare, check, show and measure data sets in nuScenes format."),
     "checkpoint": ("bevctl.cli.checkpoint", "Show a checkpoint, or verify that it is whole, plain data and finite."),
     "explain": ("bevctl.cli.explain", "Say what a finding such as GPU001 means and what to do about it."),
-    "memory": ("bevctl.cli.memory", "Count the parameters of a model, by part."),
+    "memory": ("bevctl.cli.memory", "Predict the GPU memory of training, by part, and plan what fits."),
     "bench": ("bevctl.cli.bench", "Time a training step in each precision, by part, with memory and MFU."),
     "config": ("bevctl.cli.config", "Show the resolved config and where its values come from."),
 }

@@ -27,7 +27,7 @@ def count_parameters(config: Config) -> ParameterCounts:
     Raises BevctlError as `build_model` does.
     """
     with _NoRandomValues():
-        by_part = trainable_parameters(build_model(_without_weights(config)))
+        by_part = trainable_parameters(build_model(without_weights(config)))
     return ParameterCounts(sum(by_part.values()), by_part)
 
 
@@ -40,7 +40,8 @@ class _NoRandomValues(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _without_weights(config: Config) -> Config:
+def without_weights(config: Config) -> Config:
+    """`config` whose image backbone is not loaded from a file."""
     camera = config.model.camera
     if camera is None or camera.pretrained is None:
         return config

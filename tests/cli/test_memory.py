@@ -1,11 +1,14 @@
-"""`bevctl memory` counts what the model is made of."""
+"""`bevctl memory`: parameters, the predicted peak, plans and the file of the chosen one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from bevctl.config.load import load
+from bevctl.measure.parameters import count_parameters
 from tests.conftest import Outcome
 
 Invoke = Callable[..., Outcome]
@@ -27,29 +30,43 @@ MAP = {"heads.map": 4_723_718}
         ("bevfusion_multitask_fp16", 44_526_932, CAMERA | DEPTH_LSS | LIDAR | FUSED | OBJECT | MAP),
     ],
 )
-def test_the_counts_are_those_of_the_published_models(
-    invoke: Invoke, name: str, total: int, parts: dict[str, int]
-) -> None:
-    outcome = invoke("memory", name, "--json")
+def test_the_counts_are_those_of_the_published_models(name: str, total: int, parts: dict[str, int]) -> None:
+    counts = count_parameters(load(name).config)
+    assert (counts.trainable, counts.by_part) == (total, parts)
+
+
+LIDAR_ONLY = ("tiny", "--set", "model.camera=null", "--set", "model.map=null")
+
+
+def test_the_document_adds_up_and_the_plan_can_be_trained(invoke: Invoke, tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    outcome = invoke("memory", *LIDAR_ONLY, "--json", "--fit", "16GB", "--write", str(file))
     assert outcome.code == 0
     document = outcome.document
-    assert document["schema"] == "bevctl.memory/1"
-    assert document["parameters"] == {"trainable": total, "by_part": parts}
+    assert (document["schema"], document["source"]) == ("bevctl.memory/1", "estimated")
+    assert set(document["parameters"]["by_part"]) == {"encoders.lidar", "decoder", "heads.object"}
+    sizes = {entry["name"]: entry["bytes"] for entry in document["components"]}
+    peak = document["peak"]
+    assert sum(sizes.values()) == peak["allocated_bytes"] + sizes["CUDA context"]
+    assert peak["allocated_bytes"] < peak["reserved_bytes"] < peak["device_bytes"]
+    assert 4 * document["parameters"]["trainable"] <= sizes["parameters"] < sizes["optimizer"]
+    plans = {plan["name"]: plan for plan in document["plans"]}
+    assert {"fp16", "fp16_batch2", "fp32"} <= set(plans)
+    chosen = load("tiny", sets=(str(file),)).config
+    assert document["fit"] == "fp16_batch8"
+    assert (chosen.train.batch, chosen.precision.dtype) == (8, "fp16")
+    assert chosen.optim.lr == plans["fp16_batch8"]["lr"]
 
 
-def test_the_table_lists_the_parts_and_their_sum(invoke: Invoke) -> None:
-    outcome = invoke("memory", "tiny", "--set", "model.camera=null")
-    assert outcome.code == 0
-    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in outcome.out.splitlines() if "│" in line]
-    counts = {name: int(count.replace(",", "")) for name, count in rows}
-    assert set(counts) == {"encoders.lidar", "decoder", "heads.object", "heads.map", "total"}
-    assert counts.pop("total") == sum(counts.values())
+def test_a_plan_is_written_only_for_a_card(invoke: Invoke, tmp_path: Path) -> None:
+    outcome = invoke("memory", "tiny", "--write", str(tmp_path / "plan.yaml"))
+    assert outcome.code == 2
+    assert "--fit" in outcome.err
 
 
-def test_the_weights_of_the_backbone_are_not_needed(invoke: Invoke) -> None:
-    outcome = invoke("memory", "tiny", "--set", "model.camera.pretrained=/nowhere/swin.pth", "--json")
-    assert outcome.code == 0
-    assert "encoders.camera.backbone" in outcome.document["parameters"]["by_part"]
+@pytest.mark.parametrize("size", ["lots", "5MB"])
+def test_a_card_that_is_none_is_a_usage_error(invoke: Invoke, size: str) -> None:
+    assert invoke("memory", "tiny", "--fit", size).code == 2
 
 
 def test_a_config_that_does_not_fit_together_is_a_usage_error(invoke: Invoke) -> None:

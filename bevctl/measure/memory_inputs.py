@@ -1,0 +1,103 @@
+"""How large the samples of a config are: points, active cells of the voxel grid, objects."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bevctl.config.schema import Config
+from bevctl.data.nuscenes import NuScenesDataset
+from bevctl.data.sample import Sample
+from bevctl.data.synth.street import street_sample
+from bevctl.data.transforms import build_transforms
+from bevctl.measure.memory_trace import SampleSize
+from bevctl.models.lidar import WINDOWS
+from bevctl.ops import backend
+from bevctl.ops.sites import Sites
+from bevctl.ops.voxelize import grid_shape, voxelize
+
+_SAMPLES, _STREETS = 8, 2
+"""Samples looked at: of a data set, or made in memory."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a config's samples, by quantile; each number is a quantile of its own."""
+
+    typical: SampleSize
+    """Medians."""
+    p95: SampleSize
+    largest: SampleSize
+    source: str
+    """The info file, or "synthetic"."""
+    samples: int
+
+
+def sample_sizes(config: Config) -> Sizes:
+    """Sizes of augmented training samples: of the config's data set, or of streets made in memory without one.
+
+    Raises:
+        BevctlError: the data set is there and cannot be read.
+    """
+    blind = dataclasses.replace(config, model=dataclasses.replace(config.model, camera=None, map=None))
+    info = Path(config.data.root) / config.data.info_train
+    found = [_size(config, sample) for sample in (_stored(blind) if info.is_file() else _streets(blind))]
+    if not found:
+        found = [_size(config, sample) for sample in _streets(blind)]
+    typical, p95, largest = (_quantile(found, share) for share in (0.5, 0.95, 1.0))
+    return Sizes(typical, p95, largest, str(info) if info.is_file() else "synthetic", len(found))
+
+
+def _stored(config: Config) -> Iterator[Sample]:
+    dataset = NuScenesDataset(config, "train")
+    for index in np.linspace(0, len(dataset) - 1, min(_SAMPLES, len(dataset))).astype(int):
+        sample = dataset[int(index)].sample
+        if sample is not None:
+            yield sample
+
+
+def _streets(config: Config) -> Iterator[Sample]:
+    transforms = build_transforms(config, train=True).values()
+    for seed in range(_STREETS):
+        sample = street_sample(config, seed)
+        for transform in transforms:
+            sample = transform(sample, np.random.default_rng([config.seed, seed]))
+        yield sample
+
+
+def _size(config: Config, sample: Sample) -> SampleSize:
+    points = 0 if sample.points is None else len(sample.points)
+    sites: tuple[int, ...] = ()
+    if config.model.lidar is not None and sample.points is not None:
+        sites = active_sites(config, torch.from_numpy(np.asarray(sample.points, dtype=np.float32)))
+    return SampleSize(points, sites, len(sample.boxes))
+
+
+@torch.no_grad()
+def active_sites(config: Config, points: Tensor) -> tuple[int, ...]:
+    """Voxels of (P, F) points in the LiDAR frame, m, and the sites after each strided convolution of the encoder."""
+    lidar, bounds = config.model.lidar, config.model.point_cloud_range
+    assert lidar is not None
+    x, y, z = grid_shape(lidar.voxel_size, bounds)
+    with backend.forced("torch"):
+        voxels = voxelize([points], lidar.voxel_size, bounds, lidar.max_points, lidar.max_voxels[0])
+        sites = Sites(voxels.coords, (x, y, z + 1), 1)
+        counts = [len(sites)]
+        for window in WINDOWS:
+            sites, _ = sites.strided_rules(window)
+            counts.append(len(sites))
+    return tuple(counts)
+
+
+def _quantile(sizes: list[SampleSize], share: float) -> SampleSize:
+    def at(values: list[int]) -> int:
+        return int(np.quantile(values, share, method="higher"))
+
+    sites = tuple(at(list(level)) for level in zip(*(size.sites for size in sizes), strict=True))
+    return SampleSize(at([s.points for s in sizes]), sites, at([s.boxes for s in sizes]))

@@ -1,0 +1,335 @@
+"""The memory of a training step, counted on tensors without contents: any size, no GPU, a few seconds.
+
+The step is the real one, as it runs on a GPU with the kernels: every operation makes its outputs, the backward pass
+keeps what it keeps, and each storage is counted from its birth to its death. Nothing is computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bevctl.batch import CAMERAS, Batch, Calibration
+from bevctl.config.schema import Config
+from bevctl.engine.precision import Precision, keep_fp32
+from bevctl.engine.stand_in import tensors_in
+from bevctl.engine.step import total_loss
+from bevctl.measure.memory_allocator import Allocator, Block, rounded
+from bevctl.measure.parameters import without_weights
+from bevctl.models.build import PARTS, build_model, static_parts
+from bevctl.models.lidar import WINDOWS, VoxelLidarEncoder
+from bevctl.ops import backend
+from bevctl.ops.rulebook import Triple, output_shape
+from bevctl.ops.sites import ColumnMap, Room, Sites
+from bevctl.ops.sparse_conv import SparseTensor
+
+INPUTS, REST, LOSSES, GRADIENTS, SLACK = "inputs", "rest", "losses", "gradients", "gaps in the pools of CUDA graphs"
+_SCALE = 65536.0
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleSize:
+    """What of a sample varies and takes memory."""
+
+    points: int
+    sites: tuple[int, ...]
+    """Active cells of the voxel grid and after each strided convolution of the LiDAR encoder; empty without one."""
+    boxes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class StepMemory:
+    """Bytes of one step in its steady state."""
+
+    parameters: int
+    learning: int
+    """Of the parameters, those that learn."""
+    buffers: int
+    by_part: dict[str, int]
+    """The rest of what is allocated at its most, by the part of the model that made it."""
+    pools: int
+    """Of that, in the pools of recorded parts."""
+    reserved: int
+    """Segments of all pools, without parameters, buffers and the optimizer's state."""
+
+    @property
+    def peak(self) -> int:
+        """Sum of `by_part`."""
+        return sum(self.by_part.values())
+
+
+def trace_step(config: Config, precision: str, sizes: Sequence[SampleSize]) -> StepMemory:
+    """Memory of a training step of `config` in `precision` (fp16, bf16 or fp32) on one sample of each of `sizes`.
+
+    Raises:
+        ImportError: Triton, in whose wrappers the kernels' outputs are made, is not installed.
+    """
+    with torch.device("meta"):
+        model = build_model(without_weights(config)).train()
+    with ExitStack() as stack, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*data pointer of FakeTensor")
+        stack.enter_context(FakeTensorMode())
+        stack.enter_context(_LikeGpu())
+        stack.enter_context(backend.assumed())
+        _without_contents(model)
+        _fuse_attention(model)
+        keep_fp32(model, config.precision.fp32_modules, "cpu")
+        recorded = static_parts(config.model) if config.train.cuda_graphs else []
+        ledger = _Ledger()
+        stack.enter_context(ledger)
+        ledger.part = INPUTS
+        batch = _batch(config, sizes)
+        _assume_sites(model, sizes)
+        _watch(model, ledger, recorded)
+        with Precision(precision, "cpu").autocast():
+            losses = model(batch)
+        (total_loss(losses) * _SCALE).backward()
+        return _summary(model, ledger)
+
+
+def _summary(model: nn.Module, ledger: _Ledger) -> StepMemory:
+    shared, *recorded = ledger.pools.values()
+    composition: Counter[str] = shared.at_peak.copy()
+    for pool in recorded:
+        composition += pool.at_peak
+    pools = sum(pool.allocator.reserved for pool in recorded)
+    slack = pools - sum(pool.peak for pool in recorded)
+    return StepMemory(
+        parameters=sum(_rounded(p) for p in model.parameters()),
+        learning=sum(_rounded(p) for p in model.parameters() if p.requires_grad),
+        buffers=sum(_rounded(b) for b in model.buffers()),
+        by_part={**composition, **({SLACK: slack} if slack else {})},
+        pools=pools,
+        reserved=pools + shared.allocator.reserved,
+    )
+
+
+def _without_contents(model: nn.Module) -> None:
+    """Puts fake tensors in the place of parameters and buffers."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            fake = torch.empty(parameter.shape, dtype=parameter.dtype)
+            module.register_parameter(name, nn.Parameter(fake, parameter.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            persistent = name not in module._non_persistent_buffers_set
+            module.register_buffer(name, torch.empty(buffer.shape, dtype=buffer.dtype), persistent)
+
+
+def _fuse_attention(model: nn.Module) -> None:
+    """Attention that keeps no weights, as a GPU has it; a CPU has it only without dropout, whose mask neither keeps."""
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
+
+
+def _rounded(tensor: Tensor) -> int:
+    return rounded(tensor.numel() * tensor.element_size())
+
+
+class _LikeGpu(TorchFunctionMode):
+    """Tensors say that they are on a GPU, whose autograd engine would want a real one; addresses are made up."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return True
+        if func is Tensor.data_ptr:
+            return args[0].untyped_storage()._cdata
+        return func(*args, **(kwargs or {}))
+
+
+class _Ledger(TorchDispatchMode):
+    """Counts each storage from its birth to its death, for the pool and the part that it was born in.
+
+    A recorded part has a pool of its own; everything else shares one, called "".
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.pool = REST, ""
+        self.pools: dict[str, _Pool] = {"": _Pool()}
+        self._known: dict[int, tuple[weakref.ref[Any], _Storage]] = {}
+
+    def enter(self, part: str, pool: str = "") -> None:
+        """What is born from now on belongs to `part`, and lies in `pool`."""
+        self.part, self.pool = part, pool
+        self.pools.setdefault(pool, _Pool())
+
+    def relabel(self, tensor: Tensor, part: str) -> None:
+        """Counts the storage of `tensor` for `part` from now on."""
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        if known is not None:
+            storage = known[1]
+            storage.pool.live[storage.part] -= storage.block.size
+            storage.part = part
+            storage.pool.live[part] += storage.block.size
+
+    def hold(self, size: int, part: str) -> None:
+        """`size` bytes more outside the pools of recorded parts, for good."""
+        self.pools[""].take(size, part)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, FakeTensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known or not storage.nbytes():
+            return
+        counted = self.pools[self.pool].take(storage.nbytes(), self.part)
+
+        def died(_: Any) -> None:
+            del self._known[key]
+            counted.pool.give(counted)
+
+        self._known[key] = weakref.ref(storage, died), counted
+
+
+class _Pool:
+    """An allocator, and what it held by part when that was most."""
+
+    def __init__(self) -> None:
+        self.allocator = Allocator()
+        self.live: Counter[str] = Counter()
+        self.peak = 0
+        self.at_peak: Counter[str] = Counter()
+
+    def take(self, size: int, part: str) -> _Storage:
+        block = self.allocator.take(size)
+        self.live[part] += block.size
+        if self.allocator.allocated > self.peak:
+            self.peak = self.allocator.allocated
+            self.at_peak = self.live.copy()
+        return _Storage(block, part, self)
+
+    def give(self, storage: _Storage) -> None:
+        self.live[storage.part] -= storage.block.size
+        self.allocator.give(storage.block)
+
+
+@dataclasses.dataclass
+class _Storage:
+    block: Block
+    part: str
+    pool: _Pool
+
+
+def _watch(model: nn.Module, ledger: _Ledger, recorded: Sequence[str]) -> None:
+    """Tells the ledger which part runs, forward and backward, and counts what a recorded part holds beside its pool."""
+    modules = dict(model.named_modules())
+    for name in dict.fromkeys((*PARTS, *recorded)):
+        if name in modules:
+            _Place(name, modules[name], ledger, pool=name if name in recorded else "")
+    for name, parameter in model.named_parameters():
+        copied = any(name.startswith(f"{part}.") for part in recorded)
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda p, copied=copied: _gradient(ledger, p, copied))
+
+
+def _gradient(ledger: _Ledger, parameter: Tensor, copied: bool) -> None:
+    assert parameter.grad is not None
+    ledger.relabel(parameter.grad, GRADIENTS)
+    if copied:
+        ledger.hold(_rounded(parameter.grad), GRADIENTS)
+
+
+class _Place:
+    """Hooks around a module: what it makes belongs to its part, and to its pool if it has one."""
+
+    def __init__(self, name: str, module: nn.Module, ledger: _Ledger, pool: str) -> None:
+        self._part = next(part for part in PARTS if name == part or name.startswith(f"{part}."))
+        self._nested, self._pool, self._ledger = name != self._part, pool, ledger
+        self._before: list[tuple[str, str]] = []
+        self._seen = False
+        module.register_forward_pre_hook(self._enter)
+        module.register_forward_hook(self._leave)
+
+    def _enter(self, _: nn.Module, inputs: Any) -> None:
+        self._before.append((self._ledger.part, self._ledger.pool))
+        self._ledger.enter(self._part, self._pool)
+        if self._pool and not self._seen:
+            self._hold(tensors_in(inputs))
+        if self._nested:
+            self._when_gradient_comes(tensors_in(inputs), "")
+
+    def _leave(self, _: nn.Module, __: Any, outputs: Any) -> None:
+        self._ledger.enter(*self._before.pop())
+        if self._part.startswith("heads."):
+            self._ledger.enter(LOSSES)
+        if self._pool and not self._seen:
+            self._hold(t for t in tensors_in(outputs) if t.requires_grad)
+        self._seen = True
+        self._when_gradient_comes(tensors_in(outputs), self._pool)
+
+    def _hold(self, tensors: Iterable[Tensor]) -> None:
+        """A recording reads copies of its inputs and of its outputs' gradients."""
+        self._ledger.hold(sum(_rounded(t) for t in tensors), self._part)
+
+    def _when_gradient_comes(self, tensors: Iterable[Tensor], pool: str) -> None:
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._ledger.enter(self._part, pool))
+
+
+def _batch(config: Config, sizes: Sequence[SampleSize]) -> Batch:
+    model, count = config.model, len(sizes)
+    images = points = bev_map = None
+    if model.camera is not None:
+        images = torch.empty(count, len(CAMERAS), 3, *model.camera.image_size, dtype=torch.uint8)
+    if model.lidar is not None or (model.camera is not None and model.camera.view.kind == "depth_lss"):
+        points = [torch.empty(size.points, 5) for size in sizes]
+    if model.map is not None:
+        axes = (model.map.xbound, model.map.ybound)
+        cells = [round((high - low) / step) for low, high, step in axes]
+        bev_map = torch.empty(count, len(config.data.map_classes), *cells)
+    cameras = torch.empty(count, len(CAMERAS), 4, 4)
+    return Batch(
+        images=images,
+        points=points,
+        calibration=Calibration(cameras, cameras, cameras, cameras, torch.empty(count, 4, 4)),
+        boxes=[torch.empty(size.boxes, 9) for size in sizes],
+        labels=[torch.empty(size.boxes, dtype=torch.int64) for size in sizes],
+        bev_map=bev_map,
+        has_boxes=torch.empty(count, dtype=torch.bool),
+        has_map=torch.empty(count, dtype=torch.bool),
+    )
+
+
+def _assume_sites(model: nn.Module, sizes: Sequence[SampleSize]) -> None:
+    """The LiDAR encoder of `model` gets voxels of these numbers instead of looking for them."""
+    for encoder in model.modules():
+        if isinstance(encoder, VoxelLidarEncoder):
+            voxels = functools.partial(_voxels, encoder.config.features, encoder.backbone.in_shape, sizes)
+            encoder.prepare = voxels  # type: ignore[method-assign]
+
+
+def _voxels(features: int, shape: Triple, sizes: Sequence[SampleSize], _: list[Tensor]) -> SparseTensor:
+    """What `VoxelLidarEncoder.prepare` makes on a GPU."""
+    rows = Room().fit([sum(level) for level in zip(*(size.sites for size in sizes), strict=True)])
+    shapes = [shape]
+    for window in WINDOWS:
+        shapes.append(output_shape(shapes[-1], *window))
+    sites = None
+    for level in reversed(range(len(shapes))):
+        columns = len(sizes) * shapes[level][0] * shapes[level][1]
+        columns_map = ColumnMap(torch.empty(columns, dtype=torch.int64), torch.empty(columns, dtype=torch.int32))
+        coords = torch.empty(rows[level], 4, dtype=torch.int64)
+        following = WINDOWS[level] if level < len(WINDOWS) else None
+        sites = Sites(coords, shapes[level], len(sizes), columns_map, following, sites)
+    assert sites is not None
+    return SparseTensor(torch.empty(rows[0], features), sites)

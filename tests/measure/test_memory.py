@@ -1,0 +1,132 @@
+"""The predicted memory of a step: the allocator's rules, the trace, and what is made of both."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bevctl.config.schema import Config
+from bevctl.measure.memory import WORKSPACE_SHARE, Predictor, need_of
+from bevctl.measure.memory_allocator import Allocator
+from bevctl.measure.memory_inputs import active_sites
+from bevctl.measure.memory_plans import Plan, best_fit
+from bevctl.measure.memory_trace import SampleSize, StepMemory, trace_step
+from bevctl.measure.parameters import count_parameters
+from tests.models.nano import nano_config
+
+MIB = 2**20
+SIZE = SampleSize(points=2000, sites=(900, 1000, 500, 200, 150), boxes=3)
+
+
+def without_camera(**changes: object) -> Config:
+    return nano_config(**{"model.camera": None, **changes})
+
+
+def test_small_tensors_share_a_segment_and_large_ones_have_their_own() -> None:
+    allocator = Allocator()
+    allocator.take(1)
+    assert (allocator.allocated, allocator.reserved) == (512, 2 * MIB)
+    allocator.take(MIB)
+    assert allocator.reserved == 2 * MIB
+    allocator.take(3 * MIB)
+    assert allocator.reserved == 22 * MIB
+    allocator.take(18 * MIB - 1)
+    assert allocator.reserved == 40 * MIB
+
+
+def test_a_freed_block_is_used_again_and_joined_with_its_neighbours() -> None:
+    allocator = Allocator()
+    blocks = [allocator.take(5 * MIB) for _ in range(4)]
+    assert allocator.reserved == 20 * MIB
+    for block in blocks[1:3]:
+        allocator.give(block)
+    allocator.take(8 * MIB)
+    assert (allocator.allocated, allocator.reserved) == (18 * MIB, 20 * MIB)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 30 * MIB), st.booleans()), max_size=40))
+def test_what_is_freed_is_all_free_again(steps: list[tuple[int, bool]]) -> None:
+    allocator, held = Allocator(), []
+    for size, give in steps:
+        held.append(allocator.take(size))
+        assert allocator.allocated <= allocator.reserved
+        if give:
+            allocator.give(held.pop(0))
+    assert allocator.allocated == sum(block.size for block in held)
+    for block in held:
+        allocator.give(block)
+    reserved = allocator.reserved
+    assert allocator.allocated == 0
+    for size, _ in steps[:1]:
+        allocator.take(size)
+    assert allocator.reserved == reserved
+
+
+@pytest.mark.parametrize("checkpointing", [(), ("lidar", "decoder")])
+def test_a_step_is_traced_by_part(checkpointing: tuple[str, ...]) -> None:
+    config = without_camera(**{"model.checkpointing": checkpointing})
+    step = trace_step(config, "fp16", [SIZE])
+    assert step.parameters >= 4 * count_parameters(config).trainable
+    assert step.learning == step.parameters
+    assert {"encoders.lidar", "decoder", "heads.object"} <= set(step.by_part)
+    assert step.peak <= step.reserved
+
+
+def test_larger_clouds_and_wider_numbers_take_more() -> None:
+    config = without_camera(**{"train.cuda_graphs": False})
+    doubled = dataclasses.replace(SIZE, sites=tuple(40 * count for count in SIZE.sites))
+    half, full, large = (
+        trace_step(config, precision, [size]) for precision, size in (("fp16", SIZE), ("fp32", SIZE), ("fp16", doubled))
+    )
+    assert half.pools == 0
+    assert half.peak < full.peak
+    assert half.by_part["encoders.lidar"] < large.by_part["encoders.lidar"]
+    assert half.parameters == full.parameters
+
+
+def test_many_samples_follow_from_one_and_two() -> None:
+    config = without_camera(**{"train.cuda_graphs": False})
+    size = dataclasses.replace(SIZE, sites=(3900,) * 5)  # fills whole steps of `Room`
+    extrapolated = Predictor(config, size).need("fp16", 4, ())
+    traced = need_of(config, trace_step(config, "fp16", [size] * 4))
+    assert extrapolated.allocated == pytest.approx(traced.allocated, rel=0.05)
+
+
+def test_a_need_is_the_sum_of_its_components() -> None:
+    step = StepMemory(parameters=100, learning=80, buffers=10, by_part={"decoder": 1000}, pools=0, reserved=1500)
+    need = need_of(without_camera(), step)
+    assert need.components["optimizer"] == 160
+    assert need.allocated == 100 + 160 + 10 + 1000 + round(WORKSPACE_SHARE * 1000)
+    assert need.reserved == need.allocated + 500
+    assert need.device == need.reserved + need.components["CUDA context"]
+
+
+def test_the_sites_of_a_cloud_are_those_of_its_encoder() -> None:
+    config = without_camera()
+    low, high = (torch.tensor(config.model.point_cloud_range[i : i + 3]) for i in (0, 3))
+    points = torch.cat([low + (high - low) * torch.rand(200, 3), torch.zeros(200, 2)], dim=1)
+    voxels, *later = active_sites(config, points)
+    assert 0 < voxels <= 200
+    assert len(later) == 4
+    assert all(count > 0 for count in later)
+
+
+def plan(name: str, precision: str, batch: int, checkpointing: tuple[str, ...], device: int) -> Plan:
+    return Plan(name, precision, batch, checkpointing, device, device, 1e-4, "")
+
+
+@pytest.mark.parametrize(("card", "expected"), [(100, "b"), (60, "a"), (12, "c"), (8, None)])
+def test_the_largest_half_precision_plan_that_fits_is_chosen(card: int, expected: str | None) -> None:
+    candidates = [
+        plan("a", "fp16", 1, (), 30),
+        plan("b", "fp16", 2, (), 60),
+        plan("c", "fp16", 8, ("camera",), 10),
+        plan("d", "fp32", 8, (), 20),
+    ]
+    found = best_fit(candidates, card)
+    assert (None if found is None else found.name) == expected
