@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from bevctl.diagnose import hang, rank_processes
-from bevctl.diagnose.hang import cannot_run, gpu_pattern, stacks
+from bevctl.diagnose.hang import gpu_pattern
+from bevctl.diagnose.rank_findings import cannot_run, stacks
 from bevctl.diagnose.rank_processes import RankProcess, doing, main_thread
 from bevctl.diagnose.report import DiagnoseFinding, DiagnoseRequest, Diagnosis, Status
 from bevctl.diagnose.subject import read_subject

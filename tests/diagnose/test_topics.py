@@ -19,6 +19,7 @@ from bevctl.diagnose import (
     nan_log,
     no_speedup,
     oom,
+    rank_findings,
     signatures,
     unstable_loss,
 )
@@ -44,11 +45,12 @@ def test_every_id_is_explained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "family"), [(oom, "diagnose_oom"), (hang, "diagnose_hang"), (no_speedup, "diagnose_speed")]
+    ("modules", "family"),
+    [((oom,), "diagnose_oom"), ((hang, rank_findings), "diagnose_hang"), ((no_speedup,), "diagnose_speed")],
 )
-def test_every_id_of_memory_time_and_silence_is_explained(module: ModuleType, family: str) -> None:
+def test_every_id_of_memory_time_and_silence_is_explained(modules: tuple[ModuleType, ...], family: str) -> None:
     explained = set(yaml.safe_load((Path(bevctl.explain.__file__).parent / f"{family}.yaml").read_text()))
-    used = set(re.findall(r'"([A-Z]+\d{3})"', Path(str(module.__file__)).read_text()))
+    used = {id for module in modules for id in re.findall(r'"([A-Z]+\d{3})"', Path(str(module.__file__)).read_text())}
     assert used - {*ALARMS} == explained
     assert explained <= {*explanations()}
 
