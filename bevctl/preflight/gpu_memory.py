@@ -18,7 +18,8 @@ def free_memory(context: Context) -> Outcome:
     except NotKnown as error:
         reason = str(error)
         return each_gpu(context, lambda gpu: unknown(f"{_free(gpu)}; the need is not known: {reason}", advisory=True))
-    required = f"at least {_gib(need)}: weights, gradients, optimizer state and CUDA; activations come on top"
+    what = "weights, gradients, optimizer state and CUDA; activations come on top, see `bevctl memory`"
+    required = f"at least {_gib(need)}: {what}"
 
     def judge(gpu: Gpu) -> Outcome:
         memory = usable_memory(gpu)
