@@ -22,7 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "preflight": ("bevctl.cli.preflight", "Check in seconds whether a run will start, compute, fit and save."),
     "train": ("bevctl.cli.train", "Train a model, or continue a run."),
     "monitor": ("bevctl.cli.monitor", "Show what a run does, from any log: state, finish time, alarms."),
-    "diagnose": ("bevctl.cli.diagnose", "Say why a run went wrong, and what cures it: NaN, speed, memory, scores, hangs."),
+    "diagnose": ("bevctl.cli.diagnose", "Say why a run is wrong, slow, silent or out of memory, and what cures it."),
     "eval": ("bevctl.cli.eval", "Score a checkpoint: mAP, NDS, map IoU; submission file, pictures."),
     "data": ("bevctl.cli.data", "Make, prepare, check, show and measure data sets in nuScenes format."),
     "checkpoint": ("bevctl.cli.checkpoint", "Show, verify or convert a checkpoint."),
