@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,17 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith("BEVCTL_") or name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("TERM", "xterm")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Nano models have nothing to share out: on a busy machine threads that wait for each other cost seconds."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

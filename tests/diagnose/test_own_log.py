@@ -6,7 +6,6 @@ import io
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
 from bevctl.batch import Batch
@@ -16,10 +15,11 @@ from tests.engine.fakes import Bench, point_config
 
 from .cases import ask, evidence, found, the
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
-    torch.set_num_threads(1)
     return Bench(monkeypatch, Console(io.StringIO(), io.StringIO()))
 
 
