@@ -5,6 +5,8 @@ right, y forward, z up.
 Everything bird's-eye-view is (..., X, Y): the first spatial axis is LiDAR x, the second LiDAR y.
 Boxes are rows (x, y, z, l, w, h, yaw, vx, vy): *gravity* centre, length along the heading, yaw counter-clockwise from
 LiDAR x to the heading, velocity in m/s in the LiDAR frame (NaN where unknown, which is legitimate).
+Views are the images of a sample: V = frames × N cameras, the N of the keyframe first, then the N of an earlier frame in
+the same order of cameras. Everything is in the keyframe's LiDAR frame, whenever its image was taken.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -50,15 +52,18 @@ class Calibration:
     """Geometry of a batch; 4×4 matrices act on column vectors, float32."""
 
     intrinsics: Tensor
-    """(B, N, 4, 4) camera frame → pixels of the *source* image (before augmentation)."""
+    """(B, V, 4, 4) camera frame → pixels of the *source* image (before augmentation)."""
     camera2lidar: Tensor
-    """(B, N, 4, 4) camera frame → LiDAR frame *before* augmentation."""
+    """(B, V, 4, 4) camera frame at the image's time → LiDAR frame of the keyframe *before* augmentation: the motion of
+    the car in between is in it."""
     lidar2image: Tensor
-    """(B, N, 4, 4) LiDAR frame before augmentation → source pixels, homogeneous (u·d, v·d, d, 1)."""
+    """(B, V, 4, 4) LiDAR frame before augmentation → source pixels, homogeneous (u·d, v·d, d, 1)."""
     image_aug: Tensor
-    """(B, N, 4, 4) source pixels → pixels of the network's image: [:2, :2] linear part, [:2, 3] translation."""
+    """(B, V, 4, 4) source pixels → pixels of the network's image: [:2, :2] linear part, [:2, 3] translation."""
     lidar_aug: Tensor
     """(B, 4, 4) LiDAR frame → augmented LiDAR frame (rotation · scale, translation, flips)."""
+    times: Tensor
+    """(B, V) age of each image, s: time of the keyframe's LiDAR sweep - time of the image."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class Batch:
     """B samples. A sensor that the data lacks or the model does not use is None."""
 
     images: Tensor | None
-    """(B, N, 3, H, W): uint8 RGB (normalised on the device by the model) or float, already normalised."""
+    """(B, V, 3, H, W): uint8 RGB (normalised on the device by the model) or float, already normalised."""
     points: list[Tensor] | None
     """B × (P_i, 5) float32: x, y, z (m, augmented LiDAR frame), intensity 0..255, dt ≥ 0 s (0 in the keyframe)."""
     calibration: Calibration
@@ -82,6 +87,8 @@ class Batch:
     """(B,) bool: False masks the sample in the map loss."""
     tokens: list[str] = field(default_factory=list)
     """B sample tokens (or other stable ids)."""
+    padding: Tensor | None = None
+    """(B, V, H, W) bool, True on pixels that fill an image up to the network's size; None where nothing is filled."""
     problems: list[str] = field(default_factory=list)
     """One sentence for each unreadable file met while the batch was made (training: replaced by another sample;
     evaluation: the sample is left out, so that B may be smaller, even 0)."""
@@ -102,6 +109,25 @@ class Batch:
     def pin_memory(self) -> Batch:
         """The same batch in page-locked host memory; DataLoader calls this."""
         return self.map_tensors(lambda t: t.pin_memory())
+
+
+class AnyBatch(Protocol):
+    """What the engine asks of a batch; only the model that it is for looks inside."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def tokens(self) -> list[str]: ...
+
+    @property
+    def problems(self) -> list[str]: ...
+
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> AnyBatch: ...
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> AnyBatch: ...
+
+    def pin_memory(self) -> AnyBatch: ...
 
 
 @dataclass(frozen=True)

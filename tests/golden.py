@@ -80,6 +80,7 @@ def calibration() -> Calibration:
         lidar2image=stacked("lidar2img"),
         image_aug=stacked("img_aug_matrix"),
         lidar_aug=stacked("lidar_aug_matrix"),
+        times=torch.zeros(len(samples), 6),
     )
 
 

@@ -11,7 +11,7 @@ from bevctl.config.schema import DataConfig
 
 def make_batch(bev_map: Tensor | None = None) -> Batch:
     cameras = torch.eye(4).repeat(2, 6, 1, 1)
-    calibration = Calibration(cameras, cameras, cameras, cameras, torch.eye(4).repeat(2, 1, 1))
+    calibration = Calibration(cameras, cameras, cameras, cameras, torch.eye(4).repeat(2, 1, 1), torch.zeros(2, 6))
     return Batch(
         images=torch.zeros(2, 6, 3, 4, 4, dtype=torch.uint8),
         points=[torch.ones(3, 5), torch.ones(0, 5)],

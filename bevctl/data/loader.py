@@ -10,22 +10,44 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from bevctl.batch import Batch, Calibration
-from bevctl.data.nuscenes import Item, NuScenesDataset
-from bevctl.data.sample import Sample
+from bevctl.batch import AnyBatch, Batch, Calibration
+from bevctl.config.schema import Config
+from bevctl.data.info import InfoFile
+from bevctl.data.sample import Item, Sample
 from bevctl.geometry import invert_rigid
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 Index = tuple[int, int]
 """(epoch, position in the data set)"""
+
+
+class Samples(Protocol):
+    """A split of a data set: `collate` makes a batch of what some indices gave."""
+
+    @property
+    def config(self) -> Config: ...
+
+    @property
+    def info(self) -> InfoFile | None:
+        """The annotations that predictions are scored with."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What the data set lacks, to be said once."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Index) -> Any: ...
+
+    def collate(self, items: Sequence[Any]) -> AnyBatch: ...
 
 
 class Reshuffle(NamedTuple):
@@ -89,9 +111,7 @@ class EpochSampler(Sampler[list[Index]]):
         return order
 
 
-def make_loader(
-    dataset: NuScenesDataset, sampler: EpochSampler, *, workers: int, pin: bool = False
-) -> DataLoader[Item]:
+def make_loader(dataset: Samples, sampler: EpochSampler, *, workers: int, pin: bool = False) -> DataLoader[Any]:
     """The batches that `sampler` names, in its order.
 
     They are the same for any number of `workers`, and torch's global random state is left alone.
@@ -100,7 +120,7 @@ def make_loader(
         dataset,  # type: ignore[arg-type]  # any object with __getitem__ and __len__ will do
         batch_sampler=sampler,
         num_workers=workers,
-        collate_fn=collate,
+        collate_fn=dataset.collate,
         pin_memory=pin,
         worker_init_fn=_start_worker,
         generator=torch.Generator().manual_seed(sampler.seed),
@@ -108,7 +128,7 @@ def make_loader(
     )
 
 
-class _Loader(DataLoader[Item]):
+class _Loader(DataLoader[Any]):
     """Starts its workers with the stop signals held back, so that none is lost before `_start_worker` runs."""
 
     def __iter__(self) -> Any:
@@ -168,7 +188,7 @@ def _stack(arrays: Sequence[np.ndarray], shape: tuple[int, ...]) -> Tensor:
 
 
 def _images(samples: Sequence[Sample]) -> Tensor | None:
-    """(B, N, 3, H, W) uint8."""
+    """(B, V, 3, H, W) uint8."""
     if not samples or samples[0].images is None:
         return None
     height, width, _ = samples[0].images[0].shape
@@ -194,6 +214,7 @@ def _calibration(samples: Sequence[Sample]) -> Calibration:
         lidar2image=_stack(lidar2image, cameras),
         image_aug=_stack([sample.image_aug for sample in samples], cameras),
         lidar_aug=_stack([sample.lidar_aug for sample in samples], (4, 4)),
+        times=_stack([sample.times for sample in samples], (0,)),
     )
 
 

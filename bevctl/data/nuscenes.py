@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +15,10 @@ from bevctl.data.balance import balanced_positions, frames_by_class
 from bevctl.data.files import ImageArray, ImageFile, read_image_file
 from bevctl.data.index import read_info, resolve
 from bevctl.data.info import InfoFile, SampleInfo
+from bevctl.data.loader import collate
 from bevctl.data.maps import load_map, map_file, map_masks
 from bevctl.data.paste import paste_objects
-from bevctl.data.sample import Sample, Transform
+from bevctl.data.sample import Item, Sample, Transform
 from bevctl.data.sweeps import load_points
 from bevctl.data.transforms import build_transforms
 from bevctl.errors import BevctlError, ExitCode
@@ -30,14 +30,6 @@ ATTEMPTS = 10
 
 _FAR_AWAY = rigid(np.diag([1.0, -1.0, -1.0]), [0.0, 0.0, -1e4])
 """Pose of a camera that a sample lacks: 10 km below and looking down, so that it sees no point and fills no cell."""
-
-
-@dataclass(frozen=True, eq=False)
-class Item:
-    """What became of one index: a sample, or none, and a sentence for each unreadable file on the way."""
-
-    sample: Sample | None
-    problems: tuple[str, ...] = ()
 
 
 class NuScenesDataset:
@@ -52,6 +44,8 @@ class NuScenesDataset:
 
     Raises BevctlError (exit 2) for a missing data root or an info file that cannot be used.
     """
+
+    collate = staticmethod(collate)
 
     def __init__(self, config: Config, split: str, info: InfoFile | None = None) -> None:
         if split not in SPLITS:
@@ -143,6 +137,7 @@ class NuScenesDataset:
             points=None,
             intrinsics=self._intrinsics(info),
             camera2lidar=_stack4([_camera2lidar(info, name) for name in self.cameras]),
+            times=np.array([_age(info, name) for name in self.cameras]),
             image_aug=np.broadcast_to(np.eye(4), (len(self.cameras), 4, 4)),
             lidar_aug=np.eye(4),
             boxes=boxes,
@@ -168,8 +163,7 @@ class NuScenesDataset:
         return steps
 
     def _needs_points(self) -> bool:
-        camera = self.config.model.camera
-        return self.config.model.lidar is not None or (camera is not None and camera.view.kind == "depth_lss")
+        return self.config.model.reads_points
 
     def _read_points(self, info: SampleInfo, rng: np.random.Generator) -> NDArray[np.float32]:
         choice = self.config.data.sweep_choice
@@ -269,6 +263,11 @@ def _describe_absent_cameras(samples: Sequence[SampleInfo]) -> Iterable[str]:
 
 def _camera2lidar(info: SampleInfo, name: str) -> Array:
     return info.cameras[name].camera2lidar if name in info.cameras else _FAR_AWAY
+
+
+def _age(info: SampleInfo, name: str) -> float:
+    """Seconds from an image to the keyframe's LiDAR sweep; 0 for a camera that is not there."""
+    return info.timestamp - info.cameras[name].timestamp if name in info.cameras else 0.0
 
 
 def _stack4(matrices: Sequence[Array]) -> Array:

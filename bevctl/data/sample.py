@@ -18,15 +18,17 @@ class Sample:
 
     token: str
     images: tuple[ImageArray, ...] | None
-    """N × (H, W, 3) RGB; sizes may differ before augmentation. None while they are `encoded`."""
+    """V × (H, W, 3) RGB; sizes may differ before augmentation. None while they are `encoded`."""
     points: NDArray[np.float32] | None
     """(P, 5) x, y, z, intensity, dt."""
     intrinsics: Array
-    """(N, 4, 4) camera frame → source pixels."""
+    """(V, 4, 4) camera frame → source pixels."""
     camera2lidar: Array
-    """(N, 4, 4) camera frame → LiDAR frame before augmentation."""
+    """(V, 4, 4) camera frame at the image's time → LiDAR frame of the keyframe before augmentation."""
+    times: Array
+    """(V,) time of the keyframe's LiDAR sweep - time of the image, s."""
     image_aug: Array
-    """(N, 4, 4) source pixels → pixels of `images`."""
+    """(V, 4, 4) source pixels → pixels of `images`."""
     lidar_aug: Array
     """(4, 4) LiDAR frame → augmented LiDAR frame, in which `points`, `boxes` and `bev_map` are."""
     boxes: Array
@@ -37,7 +39,15 @@ class Sample:
     bev_map: NDArray[np.uint8] | None = None
     """(K, X, Y) 0/1, or None where the sample has no map."""
     encoded: tuple[ImageArray | ImageFile, ...] = ()
-    """N images, most of them not yet decoded, that the image augmentation turns into `images`."""
+    """V images, most of them not yet decoded, that the image augmentation turns into `images`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """What became of one index: a sample, or none, and a sentence for each unreadable file on the way."""
+
+    sample: Sample | None
+    problems: tuple[str, ...] = ()
 
 
 Transform = Callable[[Sample, np.random.Generator], Sample]

@@ -11,7 +11,7 @@ import functools
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,18 +25,18 @@ from torch.utils._pytree import tree_leaves
 from bevctl.batch import CAMERAS, Batch, Calibration
 from bevctl.config.schema import Config
 from bevctl.engine.precision import Precision, keep_fp32
-from bevctl.engine.stand_in import tensors_in
 from bevctl.engine.step import total_loss
-from bevctl.measure.memory_allocator import Allocator, Block, rounded
+from bevctl.measure.memory_allocator import Allocator, Block, tensor_bytes
+from bevctl.measure.memory_places import INPUTS, REST, watch
 from bevctl.measure.parameters import without_weights
-from bevctl.models.build import PARTS, build_model, static_parts
+from bevctl.models.build import build_model, static_parts
 from bevctl.models.lidar import WINDOWS, VoxelLidarEncoder
 from bevctl.ops import backend
 from bevctl.ops.rulebook import Triple, output_shape
 from bevctl.ops.sites import ColumnMap, Room, Sites
 from bevctl.ops.sparse_conv import SparseTensor
 
-INPUTS, REST, LOSSES, GRADIENTS, SLACK = "inputs", "rest", "losses", "gradients", "gaps in the pools of CUDA graphs"
+SLACK = "gaps in the pools of CUDA graphs"
 _SCALE = 65536.0
 
 
@@ -93,7 +93,7 @@ def trace_step(config: Config, precision: str, sizes: Sequence[SampleSize]) -> S
         ledger.part = INPUTS
         batch = _batch(config, sizes)
         _assume_sites(model, sizes)
-        _watch(model, ledger, recorded)
+        watch(model, ledger, recorded)
         with Precision(precision, "cpu").autocast():
             losses = model(batch)
         (total_loss(losses) * _SCALE).backward()
@@ -108,9 +108,9 @@ def _summary(model: nn.Module, ledger: _Ledger) -> StepMemory:
     pools = sum(pool.allocator.reserved for pool in recorded)
     slack = pools - sum(pool.peak for pool in recorded)
     return StepMemory(
-        parameters=sum(_rounded(p) for p in model.parameters()),
-        learning=sum(_rounded(p) for p in model.parameters() if p.requires_grad),
-        buffers=sum(_rounded(b) for b in model.buffers()),
+        parameters=sum(tensor_bytes(p) for p in model.parameters()),
+        learning=sum(tensor_bytes(p) for p in model.parameters() if p.requires_grad),
+        buffers=sum(tensor_bytes(b) for b in model.buffers()),
         by_part={**composition, **({SLACK: slack} if slack else {})},
         pools=pools,
         reserved=pools + shared.allocator.reserved,
@@ -133,10 +133,6 @@ def _fuse_attention(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention):
             module.dropout = 0.0
-
-
-def _rounded(tensor: Tensor) -> int:
-    return rounded(tensor.numel() * tensor.element_size())
 
 
 class _LikeGpu(TorchFunctionMode):
@@ -229,69 +225,12 @@ class _Storage:
     pool: _Pool
 
 
-def _watch(model: nn.Module, ledger: _Ledger, recorded: Sequence[str]) -> None:
-    """Tells the ledger which part runs, forward and backward, and counts what a recorded part holds beside its pool."""
-    modules = dict(model.named_modules())
-    for name in dict.fromkeys((*PARTS, *recorded)):
-        if name in modules:
-            _Place(name, modules[name], ledger, pool=name if name in recorded else "")
-    for name, parameter in model.named_parameters():
-        copied = any(name.startswith(f"{part}.") for part in recorded)
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda p, copied=copied: _gradient(ledger, p, copied))
-
-
-def _gradient(ledger: _Ledger, parameter: Tensor, copied: bool) -> None:
-    assert parameter.grad is not None
-    ledger.relabel(parameter.grad, GRADIENTS)
-    if copied:
-        ledger.hold(_rounded(parameter.grad), GRADIENTS)
-
-
-class _Place:
-    """Hooks around a module: what it makes belongs to its part, and to its pool if it has one."""
-
-    def __init__(self, name: str, module: nn.Module, ledger: _Ledger, pool: str) -> None:
-        self._part = next(part for part in PARTS if name == part or name.startswith(f"{part}."))
-        self._nested, self._pool, self._ledger = name != self._part, pool, ledger
-        self._before: list[tuple[str, str]] = []
-        self._seen = False
-        module.register_forward_pre_hook(self._enter)
-        module.register_forward_hook(self._leave)
-
-    def _enter(self, _: nn.Module, inputs: Any) -> None:
-        self._before.append((self._ledger.part, self._ledger.pool))
-        self._ledger.enter(self._part, self._pool)
-        if self._pool and not self._seen:
-            self._hold(tensors_in(inputs))
-        if self._nested:
-            self._when_gradient_comes(tensors_in(inputs), "")
-
-    def _leave(self, _: nn.Module, __: Any, outputs: Any) -> None:
-        self._ledger.enter(*self._before.pop())
-        if self._part.startswith("heads."):
-            self._ledger.enter(LOSSES)
-        if self._pool and not self._seen:
-            self._hold(t for t in tensors_in(outputs) if t.requires_grad)
-        self._seen = True
-        self._when_gradient_comes(tensors_in(outputs), self._pool)
-
-    def _hold(self, tensors: Iterable[Tensor]) -> None:
-        """A recording reads copies of its inputs and of its outputs' gradients."""
-        self._ledger.hold(sum(_rounded(t) for t in tensors), self._part)
-
-    def _when_gradient_comes(self, tensors: Iterable[Tensor], pool: str) -> None:
-        for tensor in tensors:
-            if tensor.requires_grad:
-                tensor.register_hook(lambda _: self._ledger.enter(self._part, pool))
-
-
 def _batch(config: Config, sizes: Sequence[SampleSize]) -> Batch:
     model, count = config.model, len(sizes)
     images = points = bev_map = None
     if model.camera is not None:
         images = torch.empty(count, len(CAMERAS), 3, *model.camera.image_size, dtype=torch.uint8)
-    if model.lidar is not None or (model.camera is not None and model.camera.view.kind == "depth_lss"):
+    if model.reads_points:
         points = [torch.empty(size.points, 5) for size in sizes]
     if model.map is not None:
         axes = (model.map.xbound, model.map.ybound)
@@ -301,7 +240,9 @@ def _batch(config: Config, sizes: Sequence[SampleSize]) -> Batch:
     return Batch(
         images=images,
         points=points,
-        calibration=Calibration(cameras, cameras, cameras, cameras, torch.empty(count, 4, 4)),
+        calibration=Calibration(
+            cameras, cameras, cameras, cameras, torch.empty(count, 4, 4), torch.empty(count, len(CAMERAS))
+        ),
         boxes=[torch.empty(size.boxes, 9) for size in sizes],
         labels=[torch.empty(size.boxes, dtype=torch.int64) for size in sizes],
         bev_map=bev_map,

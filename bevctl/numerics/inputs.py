@@ -128,7 +128,7 @@ def _implausible(name: str, tensor: Tensor, rule: Rule) -> InputFault | None:
 
 
 def _degenerate(name: str, tensor: Tensor) -> list[InputFault]:
-    if tensor.shape[-2:] != (4, 4):
+    if tensor.dim() < 3 or tensor.shape[-2:] != (4, 4):
         return []
     flat = torch.linalg.det(tensor[..., :3, :3].double()).abs() < MINIMUM_DETERMINANT
     if not flat.any():

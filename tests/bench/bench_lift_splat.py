@@ -54,6 +54,7 @@ def calibration(batch: int) -> Calibration:
         (intrinsics @ torch.linalg.inv(poses)).expand(batch, -1, 4, 4),
         image_aug,
         lidar_aug,
+        torch.zeros(batch, len(YAWS)),
     )
     return Calibration(*(tensor.float().cuda() for tensor in tensors))
 

@@ -85,7 +85,7 @@ def street(generator: torch.Generator) -> Batch:
     return Batch(
         images=None,
         points=None,
-        calibration=Calibration(nowhere, nowhere, nowhere, nowhere, torch.zeros(BATCH, 4, 4)),
+        calibration=Calibration(nowhere, nowhere, nowhere, nowhere, torch.zeros(BATCH, 4, 4), torch.zeros(BATCH, 0)),
         boxes=[(torch.rand(OBJECTS, 9, generator=generator) - 0.5) * scale + centre for _ in range(BATCH)],
         labels=[torch.randint(0, CLASSES, (OBJECTS,), generator=generator) for _ in range(BATCH)],
         bev_map=None,

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from bevctl.batch import Batch
 from bevctl.config.schema import Config, DataConfig, OptimConfig, PrecisionConfig, TrainConfig
 from bevctl.console import Console
-from bevctl.data.nuscenes import Item
-from bevctl.data.sample import Sample
+from bevctl.data.loader import collate
+from bevctl.data.sample import Item, Sample
 from bevctl.engine import run as engine_run
 from bevctl.engine.dist import World
 
@@ -71,6 +71,7 @@ class PointData:
     """`SAMPLES` samples whose points come from (seed, epoch, index), as the real data set's augmentation does."""
 
     unreadable: frozenset[int] = frozenset()
+    collate = staticmethod(collate)
 
     def __init__(self, config: Config, split: str) -> None:
         self.config = config
@@ -96,6 +97,7 @@ def _sample(position: int, points: Any) -> Sample:
         points=points,
         intrinsics=cameras,
         camera2lidar=cameras,
+        times=np.zeros(0),
         image_aug=cameras,
         lidar_aug=np.eye(4),
         boxes=np.zeros((0, 9)),
@@ -128,7 +130,7 @@ class Bench:
         self.plain = False
         """Builds models without BatchNorm and dropout: a sample's gradient does not depend on its batch."""
         self.sabotage: Callable[[Batch, Tensor], Tensor] | None = None
-        monkeypatch.setattr(engine_run, "NuScenesDataset", PointData)
+        monkeypatch.setattr(engine_run, "open_split", PointData)
         monkeypatch.setattr(engine_run, "build_model", self._build)
 
     def _build(self, _: Config) -> PointNet:

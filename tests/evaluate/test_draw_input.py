@@ -42,6 +42,7 @@ def _sample(lidar_aug: np.ndarray, image_aug: np.ndarray) -> Sample:
         points=np.column_stack([moved, [[100.0, 0.0]]]).astype(np.float32),
         intrinsics=intrinsics(SIZE[1], SIZE[0])[None],
         camera2lidar=FORWARD_CAMERA[None],
+        times=np.zeros(1),
         image_aug=image_aug[None],
         lidar_aug=lidar_aug,
         boxes=transform_boxes(lidar_aug, box),

@@ -84,6 +84,7 @@ def nano_calibration(batch: int) -> Calibration:
         lidar2image=lidar2image.expand(batch, CAMERA_COUNT, 4, 4).clone(),
         image_aug=eye.expand(batch, CAMERA_COUNT, 4, 4).clone(),
         lidar_aug=eye.expand(batch, 4, 4).clone(),
+        times=torch.zeros(batch, CAMERA_COUNT),
     )
 
 

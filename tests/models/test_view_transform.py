@@ -56,6 +56,7 @@ def rig(augmented: bool, batch: int = 2) -> Calibration:
         lidar2image=tensor([[intrinsics @ np.linalg.inv(pose) for pose in poses]] * batch),
         image_aug=tensor([[image] * 2 for image, _ in samples]),
         lidar_aug=tensor([lidar for _, lidar in samples]),
+        times=torch.zeros(batch, 2),
     )
 
 

@@ -38,6 +38,7 @@ def street_sample(config: Config, seed: int) -> Sample:
         points=_cloud(scene, time, config.data.sweeps, rng),
         intrinsics=intrinsics,
         camera2lidar=camera2lidar,
+        times=np.zeros(len(CAMERAS)),
         image_aug=np.broadcast_to(np.eye(4), (len(CAMERAS), 4, 4)),
         lidar_aug=np.eye(4),
         boxes=boxes,
