@@ -14,6 +14,7 @@ from typing import Any
 
 from bevctl.config.document import MAX_BYTES, display
 from bevctl.config.foreign_expressions import CannotResolve, Evaluator, bound, parse
+from bevctl.config.foreign_refusals import refuse_code
 from bevctl.config.foreign_values import Section, Unresolved, merged
 from bevctl.config.layers import Origin
 from bevctl.errors import BevctlError
@@ -103,6 +104,7 @@ def _parse(text: str, where: str) -> ast.Module:
     except (ValueError, RecursionError, MemoryError):
         raise BevctlError(f"{where} cannot be parsed as Python.", "Give an mmcv or mmengine config.") from None
     assert isinstance(tree, ast.Module)
+    refuse_code(tree, where)
     return tree
 
 

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from bevctl.config.schema import CameraConfig, Config, DataConfig, LidarConfig, ModelConfig, SwinConfig
+from bevctl.config.problem import Problem
+from bevctl.config.rules_petr import petr_problems
+from bevctl.config.schema import (
+    CameraConfig,
+    Config,
+    DataConfig,
+    LidarConfig,
+    ModelConfig,
+    ObjectHeadConfig,
+    SwinConfig,
+    ViewTransformConfig,
+)
 from bevctl.config.span import parse_span
 
 LIDAR_STRIDE = 8
@@ -20,25 +30,17 @@ _WHOLE = 1e-3
 """How far a count of cells may be from a whole number; covers decimal cell sizes such as 0.075."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A rule that does not hold: the key to point at, a sentence with the values, and what to do."""
-
-    key: str
-    message: str
-    hint: str
-
-
 def problems(config: Config) -> Iterator[Problem]:
     """The rules that the config breaks, those first that others build on."""
     yield from _run(config)
     yield from _data(config.data)
     yield from _optim(config)
     yield from _parts(config.model)
-    yield from _grids(config.model)
+    yield from _spans(config.model)
     if config.model.camera:
         yield from _camera(config.model.camera)
-    yield from _heads(config.model)
+    yield from _map(config)
+    yield from petr_problems(config.model) if config.model.type == "petrv2" else _bevfusion(config.model)
 
 
 def _run(config: Config) -> Iterator[Problem]:
@@ -106,33 +108,24 @@ def _parts(model: ModelConfig) -> Iterator[Problem]:
         )
     if model.object is None and model.map is None:
         yield Problem("model.object", "model.object and model.map are both null.", "A model needs at least one head.")
-    if model.camera and model.camera.view.kind == "depth_lss" and model.lidar is None:
-        message = "model.camera.view.kind is depth_lss, which reads LiDAR points, but model.lidar is null."
-        yield Problem("model.camera.view.kind", message, "Use lss, or keep the LiDAR branch.")
     for part in model.checkpointing:
         if part not in PARTS:
             message = f"model.checkpointing holds {part!r}."
             yield Problem("model.checkpointing", message, f"Known: {', '.join(PARTS)}.")
 
 
-def _grids(model: ModelConfig) -> Iterator[Problem]:
-    bounds = model.point_cloud_range
-    for axis in range(3):
-        if bounds[axis] >= bounds[axis + 3]:
-            message = f"model.point_cloud_range is empty in {'xyz'[axis]}: {bounds[axis]} to {bounds[axis + 3]}."
-            yield Problem("model.point_cloud_range", message, "Order: x, y, z lower bounds, then the upper ones.")
-            return
-    yield from _axes(model)
-    if model.lidar:
-        yield from _voxels(model.lidar, bounds)
-    if model.camera:
-        yield from _same_grid(model.camera, model.lidar, bounds)
-
-
-def _axes(model: ModelConfig) -> Iterator[Problem]:
-    """Every (low, high, step) list counts whole cells."""
+def _spans(model: ModelConfig) -> Iterator[Problem]:
+    """No range is empty, and every (low, high, step) list counts whole cells."""
+    ranges = {"model.point_cloud_range": model.point_cloud_range}
+    if model.petr:
+        ranges["model.petr.position_range"] = model.petr.position_range
+    for key, bounds in ranges.items():
+        for axis in range(3):
+            if bounds[axis] >= bounds[axis + 3]:
+                message = f"{key} is empty in {'xyz'[axis]}: {bounds[axis]} to {bounds[axis + 3]}."
+                yield Problem(key, message, "Order: x, y, z lower bounds, then the upper ones.")
     axes: dict[str, tuple[float, float, float]] = {}
-    if model.camera:
+    if model.camera and model.camera.view:
         view = model.camera.view
         axes |= {f"model.camera.view.{name}": getattr(view, name) for name in ("xbound", "ybound", "zbound", "dbound")}
     if model.map:
@@ -143,7 +136,7 @@ def _axes(model: ModelConfig) -> Iterator[Problem]:
         elif _cells(low, high, step) is None:
             message = f"{key}: {low} to {high} is no whole number of steps of {step}."
             yield Problem(key, message, "Change the step or an end.")
-    if model.camera and model.camera.view.dbound[0] <= 0:
+    if model.camera and model.camera.view and model.camera.view.dbound[0] <= 0:
         yield Problem("model.camera.view.dbound", "model.camera.view.dbound starts at no depth.", "Start above 0 m.")
 
 
@@ -173,11 +166,11 @@ def _voxels(lidar: LidarConfig, bounds: Sequence[float]) -> Iterator[Problem]:
             yield Problem(key, message, f"Use at least {LIDAR_STRIDE * 3}.")
 
 
-def _same_grid(camera: CameraConfig, lidar: LidarConfig | None, bounds: Sequence[float]) -> Iterator[Problem]:
+def _same_grid(view: ViewTransformConfig, lidar: LidarConfig | None, bounds: Sequence[float]) -> Iterator[Problem]:
     """The camera's bird's-eye view must span the range and, with a LiDAR, have its cells."""
     for axis, name in enumerate(("xbound", "ybound")):
-        low, high, step = getattr(camera.view, name)
-        cell = step * camera.view.downsample
+        low, high, step = getattr(view, name)
+        cell = step * view.downsample
         wanted = lidar.voxel_size[axis] * LIDAR_STRIDE if lidar else cell
         range_low, range_high = bounds[axis], bounds[axis + 3]
         if max(abs(low - range_low), abs(high - range_high), abs(cell - wanted)) > _WHOLE:
@@ -195,17 +188,22 @@ def _camera(camera: CameraConfig) -> Iterator[Problem]:
         message = f"model.camera.image_size is [{height}, {width}]; both must be multiples of {IMAGE_STRIDE}."
         nearest = [max(1, round(side / IMAGE_STRIDE)) * IMAGE_STRIDE for side in (height, width)]
         yield Problem("model.camera.image_size", message, f"For example {nearest}.")
-    for name in ("xbound", "ybound"):
-        low, high, step = getattr(camera.view, name)
-        cells = _cells(low, high, step)
-        if cells is not None and cells % (2 * camera.view.downsample):
-            message = f"model.camera.view.{name} gives {cells} cells, which downsample and the decoder do not halve."
-            yield Problem(f"model.camera.view.{name}", message, f"Use a multiple of {2 * camera.view.downsample}.")
-    if _cells(*camera.view.zbound) not in (None, 1):
-        message = f"model.camera.view.zbound gives {_cells(*camera.view.zbound)} cells; the view is flat."
-        yield Problem("model.camera.view.zbound", message, "Make the step as long as the range.")
     if camera.backbone == "swin":
         yield from _swin(camera.swin)
+    if camera.view:
+        yield from _view(camera.view)
+
+
+def _view(view: ViewTransformConfig) -> Iterator[Problem]:
+    for name in ("xbound", "ybound"):
+        low, high, step = getattr(view, name)
+        cells = _cells(low, high, step)
+        if cells is not None and cells % (2 * view.downsample):
+            message = f"model.camera.view.{name} gives {cells} cells, which downsample and the decoder do not halve."
+            yield Problem(f"model.camera.view.{name}", message, f"Use a multiple of {2 * view.downsample}.")
+    if _cells(*view.zbound) not in (None, 1):
+        message = f"model.camera.view.zbound gives {_cells(*view.zbound)} cells; the view is flat."
+        yield Problem("model.camera.view.zbound", message, "Make the step as long as the range.")
 
 
 def _swin(swin: SwinConfig) -> Iterator[Problem]:
@@ -220,10 +218,32 @@ def _swin(swin: SwinConfig) -> Iterator[Problem]:
             yield Problem("model.camera.swin.heads", message, "Stage n has embed × 2^(n-1) channels.")
 
 
-def _heads(model: ModelConfig) -> Iterator[Problem]:
-    head = model.object
-    if head is None:
-        return
+def _map(config: Config) -> Iterator[Problem]:
+    head, classes = config.model.map, config.data.map_classes
+    if head and head.class_weights and len(head.class_weights) != len(classes):
+        message = f"model.map.class_weights has {len(head.class_weights)} values for {len(classes)} map classes."
+        yield Problem("model.map.class_weights", message, "Give one for each of data.map_classes, or none.")
+
+
+def _bevfusion(model: ModelConfig) -> Iterator[Problem]:
+    if model.petr:
+        message = "model.petr is given, but model.type is bevfusion."
+        yield Problem("model.petr", message, "Set model.petr to null, or start from the config petrv2.")
+    if model.camera and not model.camera.view:
+        message = "model.camera.view is null, but bevfusion lifts images into the bird's-eye view."
+        yield Problem("model.camera.view", message, "Give model.camera.view, or set model.camera to null.")
+    if model.camera and model.camera.view and model.camera.view.kind == "depth_lss" and model.lidar is None:
+        message = "model.camera.view.kind is depth_lss, which reads LiDAR points, but model.lidar is null."
+        yield Problem("model.camera.view.kind", message, "Use lss, or keep the LiDAR branch.")
+    if model.lidar:
+        yield from _voxels(model.lidar, model.point_cloud_range)
+    if model.camera and model.camera.view:
+        yield from _same_grid(model.camera.view, model.lidar, model.point_cloud_range)
+    if model.object:
+        yield from _queries(model.object)
+
+
+def _queries(head: ObjectHeadConfig) -> Iterator[Problem]:
     if head.hidden % head.attention_heads:
         message = f"model.object: {head.attention_heads} attention heads do not divide hidden {head.hidden}."
         yield Problem("model.object.attention_heads", message, "Use a divisor, for example 8 for 128.")

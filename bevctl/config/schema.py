@@ -145,6 +145,17 @@ class SwinConfig:
 
 
 @dataclass(frozen=True)
+class VoVNetConfig:
+    """Size of VoVNet with squeeze-excitation; the defaults are VoVNet-99."""
+
+    stem: tuple[int, int, int] = opt((64, 64, 128), "channels of the three convolutions of the stem", low=4)
+    inner: tuple[int, int, int, int] = opt((128, 160, 192, 224), "channels of a block's layers, by stage", low=4)
+    channels: tuple[int, int, int, int] = opt((256, 512, 768, 1024), "channels of each stage's output", low=4)
+    blocks: tuple[int, int, int, int] = opt((1, 3, 9, 3), "blocks of each stage", low=1)
+    layers: int = opt(5, "3 x 3 convolutions of a block", low=1)
+
+
+@dataclass(frozen=True)
 class ViewTransformConfig:
     """Lift-splat: from image features to the bird's-eye view."""
 
@@ -166,12 +177,18 @@ class ViewTransformConfig:
 class CameraConfig:
     """The camera branch."""
 
-    backbone: str = opt("swin", "swin, or the name of a timm model with features_only")
+    backbone: str = opt("swin", "swin, vovnet, or the name of a timm model with features_only")
     swin: SwinConfig = opt(SwinConfig, "size of the Swin backbone")
+    vovnet: VoVNetConfig = opt(VoVNetConfig, "size of the VoVNet backbone")
+    norm_eval: bool = opt(
+        False, "BatchNorms of the image backbone keep the statistics that they start with; for pretrained ones"
+    )
     pretrained: str | None = opt(None, "checkpoint of the image backbone alone")
     image_size: tuple[int, int] = opt((256, 704), "height and width of the network's image", low=32)
     neck_channels: int = opt(256, "channels of the image feature pyramid", low=8)
-    view: ViewTransformConfig = opt(ViewTransformConfig, "view transform")
+    view: ViewTransformConfig | None = opt(
+        ViewTransformConfig, "view transform, or null for a model that has none: petrv2"
+    )
 
 
 @dataclass(frozen=True)
@@ -199,7 +216,7 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class ObjectHeadConfig:
-    """TransFusion detection head."""
+    """Detection head: TransFusion's in BEVFusion; of petrv2's, only the queries and the weights are set here."""
 
     proposals: int = opt(200, "queries", low=1)
     hidden: int = opt(128, "width", low=8)
@@ -225,14 +242,38 @@ class MapHeadConfig:
     xbound: tuple[float, float, float] = opt((-50.0, 50.0, 0.5), "map x range and cell, m")
     ybound: tuple[float, float, float] = opt((-50.0, 50.0, 0.5), "map y range and cell, m")
     loss: str = opt("focal", "pixel loss", choices=("focal", "xent"))
+    focal_alpha: float | None = opt(
+        None, "weight of the class's pixels in the focal loss, the others get 1 - it; null: both 1", low=0, high=1
+    )
+    class_weights: tuple[float, ...] = opt((), "weight of each class of data.map_classes; empty: 1 each", low=0)
     loss_weight: float = opt(1.0, "weight of the task", low=0)
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """BEVFusion; a sensor or head that is null is not built."""
+class PetrConfig:
+    """PETRv2: positions in space encoded into image features, and a transformer for each head."""
 
-    type: str = opt("bevfusion", "model family", choices=("bevfusion",))
+    depth_bins: int = opt(64, "points along the ray of a feature, further apart with the distance", low=1)
+    depth_start: float = opt(1.0, "depth of the first point, m; the last bin ends where position_range does", above=0)
+    position_range: tuple[float, float, float, float, float, float] = opt(
+        (-61.2, -61.2, -10.0, 61.2, 61.2, 10.0), "bounds of the points, x, y, z lower and upper, m"
+    )
+    hidden: int = opt(256, "width", low=8)
+    layers: int = opt(6, "decoder layers, each with a loss of its own", low=1)
+    attention_heads: int = opt(8, "attention heads", low=1)
+    ffn: int = opt(2048, "width of the feed-forward layers", low=8)
+    dropout: float = opt(0.1, "dropout", low=0, high=0.9)
+    predictions: int = opt(300, "boxes given for a sample, the best of all queries and classes", low=1)
+    map_queries: tuple[int, int] = opt(
+        (25, 25), "queries of the map head along x and y; three layers make eight cells of each", low=1
+    )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """BEVFusion or PETRv2; a sensor or head that is null is not built."""
+
+    type: str = opt("bevfusion", "model family", choices=("bevfusion", "petrv2"))
     point_cloud_range: tuple[float, float, float, float, float, float] = opt(
         (-54.0, -54.0, -5.0, 54.0, 54.0, 3.0), "x, y, z lower and upper bounds, m"
     )
@@ -248,6 +289,7 @@ class ModelConfig:
     shared_decoder: bool = opt(True, "one BEV decoder for both heads, or false: one for each")
     object: ObjectHeadConfig | None = opt(ObjectHeadConfig, "detection head, or null")
     map: MapHeadConfig | None = opt(None, "map head, or null")
+    petr: PetrConfig | None = opt(None, "what only petrv2 has, or null")
     norm_momentum: float = opt(
         0.01,
         "how fast BatchNorm statistics of the LiDAR encoder and the BEV decoder follow the batches; "
@@ -255,13 +297,21 @@ class ModelConfig:
         above=0,
         high=1,
     )
-    checkpointing: tuple[str, ...] = opt((), "parts whose activations are recomputed: camera, lidar, decoder")
+    checkpointing: tuple[str, ...] = opt(
+        (), "parts whose activations are recomputed: camera, lidar, decoder (of petrv2: those of its heads)"
+    )
     load_from: tuple[str, ...] = opt(
         (), "checkpoints whose weights a new run starts from, one after the other; a LiDAR model's, for example"
     )
     freeze: tuple[str, ...] = opt(
         (), "modules that do not learn, such as encoders.camera.backbone; their norms and dropout act as in evaluation"
     )
+
+    @property
+    def reads_points(self) -> bool:
+        """Whether the model looks at LiDAR points."""
+        view = None if self.camera is None else self.camera.view
+        return self.lidar is not None or (view is not None and view.kind == "depth_lss")
 
 
 @dataclass(frozen=True)

@@ -44,16 +44,12 @@ def submission(
         boxes[sample.token] = [{name: getattr(box, name) for name in _FIELDS} for box in found]
     meta = {
         "use_camera": model.camera is not None,
-        "use_lidar": model.lidar is not None or _reads_lidar_depth(model),
+        "use_lidar": model.reads_points,
         "use_radar": False,
         "use_map": False,
         "use_external": False,
     }
     return {"meta": meta, "results": boxes}
-
-
-def _reads_lidar_depth(model: ModelConfig) -> bool:
-    return model.camera is not None and model.camera.view.kind == "depth_lss"
 
 
 def write_submission(path: Path, content: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from bevctl.config.rules import LIDAR_STRIDE
 from bevctl.config.rules import PARTS as CHECKPOINTED_PARTS
-from bevctl.config.schema import CameraConfig, Config, ModelConfig
+from bevctl.config.schema import CameraConfig, Config, ModelConfig, ViewTransformConfig
 from bevctl.models.bev_decoder import BevDecoder, ConvFuser, TaskDecoders
 from bevctl.models.bevfusion import BEVFusion, CameraEncoder
 from bevctl.models.box_coder import BevGrid
@@ -88,8 +88,9 @@ def build_bevfusion(config: Config) -> BEVFusion:
     encoders: dict[str, CameraEncoder | VoxelLidarEncoder] = {}
     channels = []
     if model.camera is not None:
-        encoders["camera"] = _camera_encoder(model.camera, recomputed["camera"])
-        channels.append(model.camera.view.channels)
+        view = _view_of(model.camera)
+        encoders["camera"] = _camera_encoder(model.camera, view, recomputed["camera"])
+        channels.append(view.channels)
     if model.lidar is not None:
         encoders["lidar"] = lidar = VoxelLidarEncoder(model.lidar, model.point_cloud_range)
         channels.append(lidar.out_channels)
@@ -116,11 +117,17 @@ def trainable_parameters(model: nn.Module) -> dict[str, int]:
     return {part: count for part, count in counts.items() if count}
 
 
-def _camera_encoder(config: CameraConfig, checkpointing: bool) -> CameraEncoder:
+def _view_of(camera: CameraConfig) -> ViewTransformConfig:
+    """The view transform that BEVFusion's camera branch has."""
+    assert camera.view is not None, "BEVFusion's camera branch has a view transform"
+    return camera.view
+
+
+def _camera_encoder(config: CameraConfig, view: ViewTransformConfig, checkpointing: bool) -> CameraEncoder:
     backbone = build_image_backbone(config, checkpointing)
     neck = GeneralizedLSSFPN(backbone.channels, config.neck_channels)
-    view = build_view_transform(config.view, config.neck_channels, config.image_size)
-    return CameraEncoder(backbone, neck, view, checkpointing)
+    transform = build_view_transform(view, config.neck_channels, config.image_size)
+    return CameraEncoder(backbone, neck, transform, checkpointing)
 
 
 def _decoder(model: ModelConfig, channels: int, checkpointing: bool) -> BevDecoder | TaskDecoders:
@@ -153,7 +160,7 @@ def bev_grid(model: ModelConfig) -> BevGrid:
         bounds = model.point_cloud_range
         return _grid((bounds[0], bounds[3]), (bounds[1], bounds[4]), model.lidar.voxel_size[:2], LIDAR_STRIDE)
     assert model.camera is not None, "a model has a sensor"
-    view = model.camera.view
+    view = _view_of(model.camera)
     return _grid(view.xbound[:2], view.ybound[:2], (view.xbound[2], view.ybound[2]), view.downsample)
 
 

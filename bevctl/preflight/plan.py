@@ -76,14 +76,14 @@ def of_plan(judge: Callable[[Context, Plan], Outcome]) -> Callable[[Context], Ou
 
 def _own_plan(config: Config, context: Context) -> Plan:
     root = Path(config.data.root)
-    camera, lidar = config.model.camera, config.model.lidar
+    camera = config.model.camera
     return Plan(
         data_root=root,
         info_files={"train": root / config.data.info_train, "val": root / config.data.info_val},
         classes=config.data.classes,
         needs_map=config.model.map is not None,
         uses_cameras=camera is not None,
-        uses_points=lidar is not None or (camera is not None and camera.view.kind == "depth_lss"),
+        uses_points=config.model.reads_points,
         batch=context.batch,
         gpus=context.gpus or 1,
         accumulate=config.train.accumulate,
