@@ -185,7 +185,8 @@ def test_sensors_are_read_only_when_used(tmp_path: Path, jpeg: bytes) -> None:
     config = write_set(tmp_path, jpeg)
     no_camera = dataclasses.replace(config.model, camera=None)
     assert _sample(NuScenesDataset(dataclasses.replace(config, model=no_camera), "val")).images is None
-    assert config.model.camera is not None and config.model.camera.view is not None
+    assert config.model.camera is not None
+    assert config.model.camera.view is not None
     for kind, read in (("depth_lss", True), ("lss", False)):
         view = dataclasses.replace(config.model.camera.view, kind=kind)
         camera = dataclasses.replace(config.model.camera, view=view)
