@@ -41,6 +41,13 @@ def record_parts(model: nn.Module, names: Iterable[str], report: Report) -> list
     return found
 
 
+def recordings(model: nn.Module) -> dict[str, Recording]:
+    """What is recorded of `model` so far, by the name of the module."""
+    forwards = ((name, vars(module).get("forward")) for name, module in model.named_modules())
+    found = ((name, forward.recording) for name, forward in forwards if isinstance(forward, RecordedForward))
+    return {name: recording for name, recording in found if recording is not None}
+
+
 class RecordedForward(StandIn):
     """A module's forward as a CUDA graph; inputs of other shapes run as they are, until they come again and again."""
 
@@ -48,23 +55,23 @@ class RecordedForward(StandIn):
 
     def __init__(self, name: str, module: nn.Module, report: Report) -> None:
         super().__init__(name, module, report)
-        self._recording: Recording | None = None
+        self.recording: Recording | None = None
         self._setting: tuple[Any, ...] = ()
         self._others: list[Form] = []
 
     def run(self, *inputs: Any) -> Any:
         setting = self._current_setting()
-        if self._recording is None or setting != self._setting:
-            self._recording, self._setting = None, setting  # memory first
+        if self.recording is None or setting != self._setting:
+            self.recording, self._setting = None, setting  # memory first
             with state_kept(self.module):
                 parameters = [p for p in self.module.parameters() if p.requires_grad]
-                self._recording = Recording(self.plain, inputs, parameters)
-        if self._recording.form == form(inputs):
+                self.recording = Recording(self.plain, inputs, parameters)
+        if self.recording.form == form(inputs):
             self._others = []
-            return self._recording.run(inputs)
+            return self.recording.run(inputs)
         self._others = [*self._others, form(inputs)][-_PATIENCE:]
         if self._others == [form(inputs)] * _PATIENCE:
-            self._recording = None
+            self.recording = None
             return self.run(*inputs)
         return self.plain(*inputs)
 
@@ -125,6 +132,17 @@ class Recording:
         self._input_grads = [next(gradients) if t.requires_grad else None for t in self._inputs]
         self._parameter_grads = list(gradients)
         return result
+
+    @property
+    def pool(self) -> tuple[int, int]:
+        """Where the allocator keeps the tensors of both passes."""
+        pool: tuple[int, int] = self._forward.pool()
+        return pool
+
+    @property
+    def copies(self) -> list[Tensor]:
+        """What it keeps outside of `pool`: its inputs, and the gradients of its outputs."""
+        return [*self._inputs, *self._output_grads]
 
     def run(self, inputs: Sequence[Any]) -> Any:
         """The result for `inputs`, valid until the next run."""

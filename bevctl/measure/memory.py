@@ -58,6 +58,15 @@ def need_of(config: Config, step: StepMemory) -> Need:
     return Need(components, sum(states.values()) + step.peak + workspace, reserved, reserved + CUDA_CONTEXT)
 
 
+def predict(config: Config, precision: str, sizes: Sequence[SampleSize]) -> Need:
+    """The peak of a step in fp16, bf16 or fp32 on one sample of each of `sizes`.
+
+    Raises:
+        BevctlError: Triton is not installed (exit code 3).
+    """
+    return need_of(config, _trace(config, "fp16" if precision == "bf16" else precision, sizes))
+
+
 def _trace(config: Config, precision: str, sizes: Sequence[SampleSize]) -> StepMemory:
     try:
         return trace_step(config, precision, sizes)

@@ -9,6 +9,8 @@ import bisect
 import itertools
 from dataclasses import dataclass
 
+from torch import Tensor
+
 BLOCK = 512
 """Bytes that a tensor is rounded up to a multiple of."""
 _SMALL = 2**20
@@ -21,6 +23,11 @@ _MIDDLE = 10 * 2**20
 def rounded(size: int) -> int:
     """`size` bytes as the allocator counts them."""
     return -(-size // BLOCK) * BLOCK
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor of its own, as the allocator counts them."""
+    return rounded(tensor.numel() * tensor.element_size())
 
 
 @dataclass(eq=False)

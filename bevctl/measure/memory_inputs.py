@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bevctl.batch import Batch
 from bevctl.config.schema import Config
 from bevctl.data.nuscenes import NuScenesDataset
 from bevctl.data.sample import Sample
@@ -22,7 +23,7 @@ from bevctl.ops import backend
 from bevctl.ops.sites import Sites
 from bevctl.ops.voxelize import grid_shape, voxelize
 
-_SAMPLES, _STREETS = 8, 2
+_SAMPLES, _STREETS = 24, 4
 """Samples looked at: of a data set, or made in memory."""
 
 
@@ -33,10 +34,16 @@ class Sizes:
     typical: SampleSize
     """Medians."""
     p95: SampleSize
+    p99: SampleSize
     largest: SampleSize
+    each: tuple[SampleSize, ...]
     source: str
     """The info file, or "synthetic"."""
-    samples: int
+
+    @property
+    def samples(self) -> int:
+        """How many were looked at."""
+        return len(self.each)
 
 
 def sample_sizes(config: Config) -> Sizes:
@@ -47,11 +54,15 @@ def sample_sizes(config: Config) -> Sizes:
     """
     blind = dataclasses.replace(config, model=dataclasses.replace(config.model, camera=None, map=None))
     info = Path(config.data.root) / config.data.info_train
-    found = [_size(config, sample) for sample in (_stored(blind) if info.is_file() else _streets(blind))]
-    if not found:
-        found = [_size(config, sample) for sample in _streets(blind)]
-    typical, p95, largest = (_quantile(found, share) for share in (0.5, 0.95, 1.0))
-    return Sizes(typical, p95, largest, str(info) if info.is_file() else "synthetic", len(found))
+    found = [_size(config, sample) for sample in (_stored(blind) if info.is_file() else ())]
+    source = str(info) if found else "synthetic"
+    return sizes_of(found or [_size(config, sample) for sample in _streets(blind)], source)
+
+
+def sizes_of(found: Sequence[SampleSize], source: str) -> Sizes:
+    """The quantiles of the sizes of samples from `source`."""
+    typical, p95, p99, largest = (_quantile(found, share) for share in (0.5, 0.95, 0.99, 1.0))
+    return Sizes(typical, p95, p99, largest, tuple(found), source)
 
 
 def _stored(config: Config) -> Iterator[Sample]:
@@ -79,6 +90,19 @@ def _size(config: Config, sample: Sample) -> SampleSize:
     return SampleSize(points, sites, len(sample.boxes))
 
 
+def batch_sizes(config: Config, batch: Batch) -> list[SampleSize]:
+    """Of each sample of a batch."""
+    clouds = batch.points if batch.points is not None else [None] * batch.size
+    return [
+        SampleSize(
+            0 if points is None else len(points),
+            active_sites(config, points) if points is not None and config.model.lidar is not None else (),
+            len(boxes),
+        )
+        for points, boxes in zip(clouds, batch.boxes, strict=True)
+    ]
+
+
 @torch.no_grad()
 def active_sites(config: Config, points: Tensor) -> tuple[int, ...]:
     """Voxels of (P, F) points in the LiDAR frame, m, and the sites after each strided convolution of the encoder."""
@@ -95,7 +119,7 @@ def active_sites(config: Config, points: Tensor) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def _quantile(sizes: list[SampleSize], share: float) -> SampleSize:
+def _quantile(sizes: Sequence[SampleSize], share: float) -> SampleSize:
     def at(values: list[int]) -> int:
         return int(np.quantile(values, share, method="higher"))
 

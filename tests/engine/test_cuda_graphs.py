@@ -88,9 +88,9 @@ def test_other_shapes_run_as_they_are() -> None:
     part = Part()
     stand_in, reports = recorded(part)
     part(torch.randn(8, 3, device=CUDA))
-    assert stand_in._recording is not None
+    assert stand_in.recording is not None
     part(torch.randn(5, 3, device=CUDA)).sum().backward()
-    assert stand_in._recording.runs == 2, "the proof and one call"
+    assert stand_in.recording.runs == 2, "the proof and one call"
     assert reports == []
 
 
@@ -100,12 +100,12 @@ def test_a_module_that_moves_to_fp32_is_recorded_anew() -> None:
     x = torch.randn(8, 3, device=CUDA)
     with torch.autocast("cuda", torch.float16):
         part(x)
-        first = stand_in._recording
+        first = stand_in.recording
         part(x)
-        assert stand_in._recording is first
+        assert stand_in.recording is first
         keep_fp32(part, ["linear"], "cuda")
         out = part(x)
-    assert stand_in._recording is not first
+    assert stand_in.recording is not first
     assert out.dtype == torch.float32
     assert reports == []
 
