@@ -63,18 +63,18 @@ def _from_data_set(config: Config, count: int, info: Path) -> Inputs:
     return Inputs(batches, str(info), (instants[-1] - instants[0]) / waits if waits else None)
 
 
+def street_item(config: Config, seed: int) -> Item:
+    """A training sample made in memory, augmented; the same `seed` gives the same one."""
+    made = street_sample(config, seed)
+    rng = np.random.default_rng([config.seed, seed])
+    for transform in build_transforms(config, train=True).values():
+        made = transform(made, rng)
+    return Item(made)
+
+
 def _from_streets(config: Config, count: int) -> Inputs:
-    transforms = build_transforms(config, train=True).values()
-
-    def sample(seed: int) -> Item:
-        made = street_sample(config, seed)
-        rng = np.random.default_rng([config.seed, seed])
-        for transform in transforms:
-            made = transform(made, rng)
-        return Item(made)
-
     size = config.train.batch
-    items = [sample(seed) for seed in range(size)]
+    items = [street_item(config, seed) for seed in range(size)]
     return Inputs([collate(_rotated(items, shift)) for shift in range(count)], "synthetic", None)
 
 
