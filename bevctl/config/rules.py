@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from bevctl.config.problem import Problem
 from bevctl.config.rules_petr import petr_problems
 from bevctl.config.schema import (
+    VEHICLE,
     CameraConfig,
     Config,
     DataConfig,
@@ -40,7 +41,7 @@ def problems(config: Config) -> Iterator[Problem]:
     if config.model.camera:
         yield from _camera(config.model.camera)
     yield from _map(config)
-    yield from petr_problems(config.model) if config.model.type == "petrv2" else _bevfusion(config.model)
+    yield from petr_problems(config.model) if config.model.type == "petrv2" else _bevfusion(config.model, config.data)
 
 
 def _run(config: Config) -> Iterator[Problem]:
@@ -69,13 +70,16 @@ def _is_span(text: str) -> bool:
 def _data(data: DataConfig) -> Iterator[Problem]:
     defaults = DataConfig()
     yield from _names("data.classes", data.classes, defaults.classes)
-    yield from _names("data.map_classes", data.map_classes, defaults.map_classes)
-    for key, span in (
+    yield from _names("data.map_classes", data.map_classes, (*defaults.map_classes, VEHICLE))
+    spans: list[tuple[str, tuple[float, float]]] = [
         ("data.image.resize", data.image.resize),
         ("data.image.rotate", data.image.rotate),
         ("data.space.rotate", data.space.rotate),
         ("data.space.scale", data.space.scale),
-    ):
+    ]
+    if data.previous:
+        spans.append(("data.previous.train", data.previous.train))
+    for key, span in spans:
         if span[0] > span[1]:
             yield Problem(key, f"{key} is [{span[0]}, {span[1]}]: the low end comes first.", "Swap the two values.")
 
@@ -225,7 +229,13 @@ def _map(config: Config) -> Iterator[Problem]:
         yield Problem("model.map.class_weights", message, "Give one for each of data.map_classes, or none.")
 
 
-def _bevfusion(model: ModelConfig) -> Iterator[Problem]:
+def _bevfusion(model: ModelConfig, data: DataConfig) -> Iterator[Problem]:
+    if data.previous:
+        message = "data.previous is given, but bevfusion sees one moment."
+        yield Problem("data.previous", message, "Set data.previous to null, or start from the config petrv2.")
+    if data.image.pad:
+        message = "data.image.pad is true, but bevfusion would look at the padding."
+        yield Problem("data.image.pad", message, "Set it to false: images lie at the bottom then.")
     if model.petr:
         message = "model.petr is given, but model.type is bevfusion."
         yield Problem("model.petr", message, "Set model.petr to null, or start from the config petrv2.")

@@ -34,6 +34,12 @@ class ImageAugmentConfig:
 
     resize: tuple[float, float] = opt((0.38, 0.55), "range of the random resize factor in training", above=0)
     resize_eval: float = opt(0.48, "resize factor in evaluation", above=0)
+    shared: bool = opt(False, "one random resize, crop, flip and rotation for all images of a sample, of both frames")
+    pad: bool = opt(
+        False,
+        "an image lower or narrower than the network's lies at its top left, the rest is padding, which petrv2 "
+        "does not look at; false: it lies at the bottom, on black",
+    )
     rotate: tuple[float, float] = opt((-5.4, 5.4), "range of the random rotation, degrees")
     flip: bool = opt(True, "flip each image with probability one half")
     draft: bool = opt(
@@ -84,6 +90,32 @@ class PasteConfig:
     stop_epoch: int = opt(15, "epoch, counted from 0, from which on nothing is pasted", low=0)
 
 
+VEHICLE = "vehicle"
+"""The map class that is drawn from the boxes of a sample instead of its map."""
+
+
+@dataclass(frozen=True)
+class PreviousFrameConfig:
+    """The images of an earlier moment that a sample has beside its own."""
+
+    source: str = opt(
+        "sweeps",
+        "camera sweeps, at some 12 Hz, or keyframes, which are two a second; an info file without camera sweeps "
+        "gives keyframes",
+        choices=("sweeps", "keyframes"),
+    )
+    train: tuple[int, int] = opt(
+        (3, 26), "training draws between these places, both included, counted back in time from 0", low=0
+    )
+    eval: int = opt(14, "place in evaluation, counted back in time from 0", low=0)
+    choice: str = opt(
+        "auto",
+        "random in training and fixed in evaluation (auto), or the same in both; PETRv2's map segmentation was "
+        "measured with random ones",
+        choices=("auto", "fixed", "random"),
+    )
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Where samples come from and how they are read."""
@@ -97,6 +129,9 @@ class DataConfig:
         "which of the stored sweeps: random in training and nearest in evaluation (auto), or the same in both; "
         "published BEVFusion figures were measured with random ones",
         choices=("auto", "nearest", "random"),
+    )
+    previous: PreviousFrameConfig | None = opt(
+        None, "the images of an earlier moment beside those of the keyframe, or null; for petrv2"
     )
     classes: tuple[str, ...] = opt(
         (
@@ -115,7 +150,7 @@ class DataConfig:
     )
     map_classes: tuple[str, ...] = opt(
         ("drivable_area", "ped_crossing", "walkway", "stop_line", "carpark_area", "divider"),
-        "map classes, in the order of the network's outputs",
+        "map classes, in the order of the network's outputs; vehicle is drawn from the boxes, not from the map",
     )
     box_convention: str = opt(
         "auto",
@@ -131,6 +166,11 @@ class DataConfig:
     image: ImageAugmentConfig = opt(ImageAugmentConfig, "image augmentation")
     space: SpaceAugmentConfig = opt(SpaceAugmentConfig, "3D augmentation")
     augment: bool = opt(True, "apply random augmentation in training")
+
+    @property
+    def frames(self) -> int:
+        """Moments whose images a sample has."""
+        return 1 if self.previous is None else 2
 
 
 @dataclass(frozen=True)
@@ -184,6 +224,11 @@ class CameraConfig:
         False, "BatchNorms of the image backbone keep the statistics that they start with; for pretrained ones"
     )
     pretrained: str | None = opt(None, "checkpoint of the image backbone alone")
+    normalize: str = opt(
+        "imagenet",
+        "ImageNet's mean and deviation; imagenet_bgr: blue first, as the VoVNet that PETRv2 starts from learned it",
+        choices=("imagenet", "imagenet_bgr"),
+    )
     image_size: tuple[int, int] = opt((256, 704), "height and width of the network's image", low=32)
     neck_channels: int = opt(256, "channels of the image feature pyramid", low=8)
     view: ViewTransformConfig | None = opt(

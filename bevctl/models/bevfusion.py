@@ -16,6 +16,7 @@ from bevctl.batch import Batch, Calibration, Predictions
 from bevctl.errors import BevctlError, ExitCode, did_you_mean
 from bevctl.models.bev_decoder import BevDecoder, ConvFuser, TaskDecoders
 from bevctl.models.image_backbone import TimmBackbone
+from bevctl.models.image_input import ImageInput
 from bevctl.models.layers import recompute
 from bevctl.models.lidar import VoxelLidarEncoder
 from bevctl.models.map_head import MapHead
@@ -25,43 +26,32 @@ from bevctl.models.transfusion import TransFusionHead
 from bevctl.models.view_transform import DepthLSSTransform, LSSTransform
 from bevctl.ops.sparse_conv import Sparse
 
-IMAGE_MEAN = (0.485, 0.456, 0.406)
-IMAGE_STD = (0.229, 0.224, 0.225)
-
 
 class CameraEncoder(nn.Module):
     """Images to the bird's-eye view; `checkpointing` recomputes the view transform in the backward pass."""
 
-    mean: Tensor
-    std: Tensor
-
     def __init__(
         self,
+        normalize: ImageInput,
         backbone: SwinTransformer | TimmBackbone,
         neck: GeneralizedLSSFPN,
         vtransform: DepthLSSTransform | LSSTransform,
         checkpointing: bool = False,
     ) -> None:
         super().__init__()
+        self.normalize = normalize
         self.backbone = backbone
         self.neck = neck
         self.vtransform = vtransform
         self.checkpointing = checkpointing
-        self.register_buffer("mean", torch.tensor(IMAGE_MEAN).view(3, 1, 1), persistent=False)
-        self.register_buffer("std", torch.tensor(IMAGE_STD).view(3, 1, 1), persistent=False)
 
     def forward(self, images: Tensor, points: list[Tensor] | None, calibration: Calibration) -> Tensor:
         """(B, N, 3, H, W) images, uint8 RGB or already normalised → (B, C, X, Y)."""
         batch, cameras = images.shape[:2]
-        maps = self.backbone(self._normalised(images.flatten(0, 1)))
+        maps = self.backbone(self.normalize(images.flatten(0, 1)))
         features = self.neck(maps)[0].unflatten(0, (batch, cameras))
         bev: Tensor = recompute(self.vtransform, features, points, calibration, enabled=self.checkpointing)
         return bev
-
-    def _normalised(self, images: Tensor) -> Tensor:
-        if images.dtype != torch.uint8:
-            return images
-        return (images.float() / 255 - self.mean) / self.std
 
 
 class BEVFusion(nn.Module):

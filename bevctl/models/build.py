@@ -13,6 +13,7 @@ from bevctl.models.bev_decoder import BevDecoder, ConvFuser, TaskDecoders
 from bevctl.models.bevfusion import BEVFusion, CameraEncoder
 from bevctl.models.box_coder import BevGrid
 from bevctl.models.image_backbone import build_image_backbone
+from bevctl.models.image_input import ImageInput
 from bevctl.models.lidar import VoxelLidarEncoder
 from bevctl.models.map_head import MapHead
 from bevctl.models.neck import GeneralizedLSSFPN
@@ -127,7 +128,7 @@ def _camera_encoder(config: CameraConfig, view: ViewTransformConfig, checkpointi
     backbone = build_image_backbone(config, checkpointing)
     neck = GeneralizedLSSFPN(backbone.channels, config.neck_channels)
     transform = build_view_transform(view, config.neck_channels, config.image_size)
-    return CameraEncoder(backbone, neck, transform, checkpointing)
+    return CameraEncoder(ImageInput(config.normalize), backbone, neck, transform, checkpointing)
 
 
 def _decoder(model: ModelConfig, channels: int, checkpointing: bool) -> BevDecoder | TaskDecoders:

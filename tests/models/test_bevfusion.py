@@ -13,8 +13,9 @@ from bevctl.config.document import packaged_names
 from bevctl.config.load import load
 from bevctl.config.schema import Config, MapHeadConfig, ViewTransformConfig
 from bevctl.errors import BevctlError
-from bevctl.models.bevfusion import IMAGE_MEAN, IMAGE_STD, BEVFusion
+from bevctl.models.bevfusion import BEVFusion
 from bevctl.models.build import bev_grid, build_bevfusion, trainable_parameters
+from bevctl.models.image_input import IMAGE_MEAN, IMAGE_STD
 from tests.models.keys import inventory, needs_keys
 from tests.models.nano import nano_batch, nano_config
 
