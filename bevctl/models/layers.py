@@ -21,15 +21,15 @@ from bevctl.ops.linear import linear
 class ConvBlock(nn.Module):
     """Convolution over the last `dims` axes without bias, BatchNorm, ReLU; entries `conv` and `bn`."""
 
-    def __init__(self, channels_in: int, channels: int, kernel: int, dims: int = 2) -> None:
+    def __init__(self, channels_in: int, channels: int, kernel: int, dims: int = 2, stride: int = 1) -> None:
         super().__init__()
         conv, norm = (nn.Conv1d, nn.BatchNorm1d) if dims == 1 else (nn.Conv2d, nn.BatchNorm2d)
-        self.conv = conv(channels_in, channels, kernel, padding=kernel // 2, bias=False)
+        self.conv = conv(channels_in, channels, kernel, stride, padding=kernel // 2, bias=False)
         self.bn = norm(channels)
         init_convolutions(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C_in, …) → (B, C, …) of the same size."""
+        """(B, C_in, …) → (B, C, …) of the same size divided by the stride, rounded up."""
         return F.relu(self.bn(self.conv(x)))
 
 
@@ -82,6 +82,13 @@ def init_convolutions(module: nn.Module) -> None:
     for layer in module.modules():
         if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.ConvTranspose2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+
+
+def keep_statistics(module: nn.Module) -> None:
+    """Puts the BatchNorms of `module` into evaluation mode; their factors and shifts go on learning."""
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm):
+            layer.eval()
 
 
 def recompute(module: nn.Module, *args: Any, enabled: bool = True, random: bool = True) -> Any:
