@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -111,6 +111,9 @@ class Batch:
         return self.map_tensors(lambda t: t.pin_memory())
 
 
+SomeBatch = TypeVar("SomeBatch", bound="AnyBatch")
+
+
 class AnyBatch(Protocol):
     """What the engine asks of a batch; only the model that it is for looks inside."""
 
@@ -123,11 +126,11 @@ class AnyBatch(Protocol):
     @property
     def problems(self) -> list[str]: ...
 
-    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> AnyBatch: ...
+    def map_tensors(self: SomeBatch, change: Callable[[Tensor], Tensor]) -> SomeBatch: ...
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> AnyBatch: ...
+    def to(self: SomeBatch, device: torch.device | str, non_blocking: bool = False) -> SomeBatch: ...
 
-    def pin_memory(self) -> AnyBatch: ...
+    def pin_memory(self: SomeBatch) -> SomeBatch: ...
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from bevctl.batch import Batch
+from bevctl.batch import AnyBatch
 from bevctl.config.load import from_dict
 from bevctl.config.schema import Config
-from bevctl.data.loader import Reshuffle
-from bevctl.data.nuscenes import NuScenesDataset
+from bevctl.data.loader import Reshuffle, Samples
+from bevctl.data.split import open_split
 from bevctl.engine.checkpoint import Checkpoint, newest_checkpoints, read_checkpoint
 from bevctl.engine.dist import World, select_device
 from bevctl.engine.incident import (
@@ -60,9 +60,9 @@ class Bundle:
     incident: Incident
     before: Moment
     """The moment before its step."""
-    batches: list[Batch]
+    batches: list[AnyBatch]
     """Of the step, one for each accumulated."""
-    dataset: NuScenesDataset | None
+    dataset: Samples | None
     """The run's training samples; None where they are not on this machine."""
     recorded_batches: bool
     """The batches are those of the step; else they were made again from the data set."""
@@ -77,17 +77,17 @@ class Bundle:
         """The run's folder; of a bundle that was taken out of it, the bundle's own, which has no checkpoints."""
         return self.folder.parent.parent if self.folder.resolve().parent.name == FOLDER else self.folder
 
-    def steps(self, moment: Moment, count: int) -> Iterator[list[Batch]]:
+    def steps(self, moment: Moment, count: int) -> Iterator[list[AnyBatch]]:
         """The batches of `count` steps after a moment of the run; none without its data."""
         return iter(()) if self.dataset is None else itertools.islice(steps_after(moment, self.dataset), count)
 
     def with_config(self, config: Config) -> Bundle:
         """The same incident, with the data as another config reads them. Raises BevctlError where it does not fit."""
-        dataset = NuScenesDataset(config, "train") if self.dataset is not None else None
+        dataset = open_split(config, "train") if self.dataset is not None else None
         return dataclasses.replace(self, dataset=dataset)
 
 
-def steps_after(moment: Moment, dataset: NuScenesDataset) -> Iterator[list[Batch]]:
+def steps_after(moment: Moment, dataset: Samples) -> Iterator[list[AnyBatch]]:
     """The batches of each step after a moment, as the run's rank had or will have them; without an end."""
     config, accumulate = moment.config, moment.config.train.accumulate
     first, inner = divmod(moment.iteration, moment.setting.iters_per_epoch)
@@ -104,7 +104,7 @@ def _reshuffles(moment: Moment) -> list[Reshuffle]:
     return [Reshuffle(*entry) for entry in data.get("reshuffles", [])]
 
 
-def _in_groups(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
+def _in_groups(batches: Iterator[AnyBatch], size: int) -> Iterator[list[AnyBatch]]:
     while len(group := list(itertools.islice(batches, size))) == size:
         yield group
 
@@ -152,7 +152,7 @@ def open_bundle(folder: Path, device: str, rank: int | None = None) -> Bundle:
     before = moment_of(config, checkpoint, World(rank=rank, size=incident.world), select_device(device))
     dataset, notes = _dataset(config)
     recorded = read_batches(folder, rank)
-    bundle = Bundle(folder, incident, before, recorded or [], dataset, recorded is not None, notes)
+    bundle = Bundle(folder, incident, before, list(recorded or []), dataset, recorded is not None, notes)
     bundle.batches.extend(() if recorded else next(bundle.steps(before, 1), []))
     if not bundle.batches:
         reason = notes[0] if notes else "The data set has changed since."
@@ -233,8 +233,8 @@ def _began_with_own_weights(bundle: Bundle) -> bool:
     return fresh and not (camera is not None and camera.pretrained)
 
 
-def _dataset(config: Config) -> tuple[NuScenesDataset | None, list[str]]:
+def _dataset(config: Config) -> tuple[Samples | None, list[str]]:
     try:
-        return NuScenesDataset(config, "train"), []
+        return open_split(config, "train"), []
     except BevctlError as error:
         return None, [f"The run's data set is not here ({error.message}): the steps after it cannot be run."]

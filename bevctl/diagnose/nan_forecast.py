@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bevctl.batch import Batch
+from bevctl.batch import AnyBatch
 from bevctl.config.load import load
-from bevctl.data.nuscenes import NuScenesDataset
+from bevctl.data.split import open_split
 from bevctl.diagnose.bundle import Moment, config_of, moment_of, steps_after
 from bevctl.diagnose.evidence import where_of
 from bevctl.diagnose.headroom import headroom
@@ -35,7 +35,7 @@ def diagnose_forecast(request: DiagnoseRequest) -> Diagnosis:
         BevctlError: there is no checkpoint of bevctl's, or the training data are not here.
     """
     moment = _moment(request)
-    steps = list(itertools.islice(steps_after(moment, NuScenesDataset(moment.config, "train")), STEPS))
+    steps = list(itertools.islice(steps_after(moment, open_split(moment.config, "train")), STEPS))
     assert moment.checkpoint is not None
     request.say(f"Watching {len(steps)} steps after {moment.checkpoint.path} on {moment.device}")
     seen = _watched(moment, steps, {})
@@ -68,7 +68,7 @@ def _newest(run: Path | None) -> Path:
     return found[0]
 
 
-def _watched(moment: Moment, steps: Sequence[list[Batch]], changes: Mapping[str, Any]) -> Forecast:
+def _watched(moment: Moment, steps: Sequence[Sequence[AnyBatch]], changes: Mapping[str, Any]) -> Forecast:
     """The forecast for FP16 with config values changed.
 
     A run in another format is watched in BF16, where the same operations are in half precision and nothing overflows.
@@ -81,14 +81,14 @@ def _watched(moment: Moment, steps: Sequence[list[Batch]], changes: Mapping[str,
     measured = float(scaler.value)
     planned = measured if rehearsal.precision.is_half else float(fixed or config.init_scale)
 
-    def gradients(batches: list[Batch]) -> None:
+    def gradients(batches: Sequence[AnyBatch]) -> None:
         rehearsal.step.gradients(batches)
         rehearsal.step.discard()
 
     return forecast(rehearsal.state.model, steps, gradients, planned, measured)
 
 
-def _findings(moment: Moment, steps: Sequence[list[Batch]], seen: Forecast) -> Iterator[DiagnoseFinding]:
+def _findings(moment: Moment, steps: Sequence[Sequence[AnyBatch]], seen: Forecast) -> Iterator[DiagnoseFinding]:
     if seen.culprit is not None:
         record = seen.culprit.record
         yield DiagnoseFinding(
@@ -163,7 +163,9 @@ def _settings(moment: Moment, seen: Forecast) -> dict[str, Any]:
     return settings
 
 
-def _proven(moment: Moment, steps: Sequence[list[Batch]], settings: Mapping[str, Any], key: str) -> tuple[Remedy, ...]:
+def _proven(
+    moment: Moment, steps: Sequence[Sequence[AnyBatch]], settings: Mapping[str, Any], key: str
+) -> tuple[Remedy, ...]:
     """The setting of a key, and whether the same steps in FP16 with it (and the others) are safe."""
     if key not in settings:
         return ()

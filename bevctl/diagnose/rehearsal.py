@@ -6,11 +6,11 @@ import dataclasses
 import gc
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bevctl.batch import Batch
+from bevctl.batch import AnyBatch
 from bevctl.config.load import from_dict, to_dict
 from bevctl.config.schema import Config
 from bevctl.diagnose.bundle import Moment
@@ -48,7 +48,7 @@ class Rehearsal:
     precision: Precision
     iteration: int
 
-    def run(self, batches: list[Batch]) -> Result:
+    def run(self, batches: Sequence[AnyBatch]) -> Result:
         """The next step, exactly as training takes it."""
         started = time.perf_counter()
         tensors = self.step.run(batches, self.iteration)

@@ -11,10 +11,10 @@ from statistics import fmean
 import torch
 from torch import nn
 
-from bevctl.batch import Batch
+from bevctl.batch import AnyBatch
 from bevctl.config.schema import Config
 from bevctl.data.loader import EpochSampler, make_loader
-from bevctl.data.nuscenes import NuScenesDataset
+from bevctl.data.split import open_split
 from bevctl.engine.checkpoint import Checkpoint, load_state
 from bevctl.engine.precision import Precision, keep_fp32
 from bevctl.errors import BevctlError
@@ -90,8 +90,8 @@ def _has_weights(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _held_out(config: Config, samples: int) -> Iterable[Batch]:
-    dataset = NuScenesDataset(config, "val")
+def _held_out(config: Config, samples: int) -> Iterable[AnyBatch]:
+    dataset = open_split(config, "val")
     sampler = EpochSampler(len(dataset), 1, shuffle=False, drop_last=False)
     return islice((batch for batch in make_loader(dataset, sampler, workers=0) if batch.size), samples)
 
@@ -108,7 +108,7 @@ def _model(config: Config, checkpoint: Checkpoint, parts: Sequence[str], device:
     return model
 
 
-def _losses(model: nn.Module, batches: Iterable[Batch], precision: Precision) -> list[dict[str, float]]:
+def _losses(model: nn.Module, batches: Iterable[AnyBatch], precision: Precision) -> list[dict[str, float]]:
     """The losses of each batch."""
     device = next(model.parameters()).device
     found = []

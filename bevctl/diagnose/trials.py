@@ -6,13 +6,13 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from bevctl.batch import Batch
+from bevctl.batch import AnyBatch
 from bevctl.diagnose.bundle import Bundle, Moment, moment_earlier
 from bevctl.diagnose.rehearsal import Result, changed, rehearse
 from bevctl.diagnose.report import OUTCOMES, Remedy
@@ -67,7 +67,7 @@ class Trials:
         self._ends = time.monotonic() + limit_s
         before = bundle.before
         after = dataclasses.replace(before, iteration=before.iteration + 1)
-        self.steps = [bundle.batches, *bundle.steps(after, FOLLOWING)]
+        self.steps: list[Sequence[AnyBatch]] = [bundle.batches, *bundle.steps(after, FOLLOWING)]
         """The incident's step and those after it."""
         self.baseline = _run(before, {}, self.steps)
         """They without any change."""
@@ -112,7 +112,7 @@ class Trials:
             memory = trial.peak_bytes / self.baseline.peak_bytes
         return Remedy(idea.set, idea.why, trial.is_finite, step_time, memory)
 
-    def _steps_with(self, idea: Idea) -> list[list[Batch]]:
+    def _steps_with(self, idea: Idea) -> list[Sequence[AnyBatch]]:
         """The recorded steps; made anew where the idea changes the data."""
         if not any(key.startswith("data.") for key in idea.set):
             return self.steps
@@ -161,7 +161,7 @@ def gets_through(bundle: Bundle, moment: Moment) -> bool | None:
     return _run(moment, {}, steps).is_finite if steps else None
 
 
-def _run(moment: Moment, changes: Mapping[str, Any], steps: Iterable[list[Batch]]) -> Trial:
+def _run(moment: Moment, changes: Mapping[str, Any], steps: Iterable[Sequence[AnyBatch]]) -> Trial:
     """Takes steps from a moment on, with config values changed."""
     rehearsal = rehearse(moment, changes)
     on_gpu = moment.device.type == "cuda"

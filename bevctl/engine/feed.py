@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bevctl.batch import Batch
+from bevctl.batch import SomeBatch
 
 
 class Feed:
@@ -17,7 +17,7 @@ class Feed:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def __call__(self, batch: Batch) -> Batch:
+    def __call__(self, batch: SomeBatch) -> SomeBatch:
         if self._stream is None:
             return batch.to(self._device)
         with torch.cuda.stream(self._stream):

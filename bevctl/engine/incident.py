@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import bevctl
-from bevctl.batch import Batch, Calibration
+from bevctl.batch import AnyBatch, Batch, Calibration
 from bevctl.engine.unpickle import read_pickle
 from bevctl.errors import BevctlError
 from bevctl.runs.readers.bevctl_jsonl import restored
@@ -131,7 +131,12 @@ def _batch(fields: Mapping[str, Any]) -> Batch:
     return Batch(**{**fields, "calibration": Calibration(**fields["calibration"])})
 
 
-def plain_batch(batch: Batch) -> dict[str, Any]:
-    """What `read_batches` makes the batch of again, in types that the weights-only reader takes."""
+def plain_batch(batch: AnyBatch) -> dict[str, Any] | None:
+    """What `read_batches` makes the batch of again, in types that the weights-only reader takes.
+
+    None for a batch that only another project's code can read.
+    """
+    if not isinstance(batch, Batch):
+        return None
     fields = dict(vars(batch))
     return {**fields, "calibration": dict(vars(batch.calibration))}

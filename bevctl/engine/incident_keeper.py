@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import bevctl
-from bevctl.batch import Batch
+from bevctl.batch import AnyBatch
 from bevctl.console import strict_json
 from bevctl.engine.checkpoint import write_checkpoint
 from bevctl.engine.dist import World, gather, on_main
@@ -180,7 +180,7 @@ class IncidentShelf:
     def _has_room(self) -> bool:
         return len(find_incidents(self.work_dir)) < self.limit
 
-    def put(self, incident: Incident, state: Mapping[str, Any], batches: Sequence[Batch]) -> Path:
+    def put(self, incident: Incident, state: Mapping[str, Any], batches: Sequence[AnyBatch]) -> Path:
         """Writes a bundle that `admits` has a place for; returns its folder.
 
         Args:
@@ -197,7 +197,7 @@ class IncidentShelf:
             self.world, lambda: self._prepare(incident.kind, _byte_size(state), sum(sizes))
         )
         try:
-            if with_batches and temporary.is_dir():
+            if with_batches and None not in fields and temporary.is_dir():
                 write_checkpoint(temporary / f"batch_{self.world.rank}.pth", {"batches": fields})
             failed = None
         except BevctlError as error:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, distributed
 
-from bevctl.batch import Batch
+from bevctl.batch import AnyBatch
 from bevctl.engine.dist import World
 from bevctl.engine.resume import RandomCapture
 from bevctl.engine.step import StepTensors
@@ -36,7 +36,7 @@ class StepFacts:
     data_time_s: float
     random: RandomCapture
     """State of every generator of this process before the step."""
-    batches: Sequence[Batch] = ()
+    batches: Sequence[AnyBatch] = ()
     """Of this rank, as they came from the loader; kept until the step's outcome is known."""
     stop: bool = False
     """This rank was asked to stop."""

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 import bevctl
-from bevctl.batch import Batch
+from bevctl.batch import AnyBatch
 from bevctl.config.load import to_dict, to_yaml
 from bevctl.config.schema import Config
 from bevctl.console import Console
-from bevctl.data.loader import EpochSampler, Reshuffle, make_loader
-from bevctl.data.nuscenes import NuScenesDataset
+from bevctl.data.loader import EpochSampler, Reshuffle, Samples, make_loader
+from bevctl.data.split import open_split
 from bevctl.engine.acceleration import accelerate
 from bevctl.engine.checkpoint import FORMAT, Checkpoint, Shelf, load_state, read_checkpoint
 from bevctl.engine.data_parallel import data_parallel
@@ -85,12 +85,12 @@ class Parts:
     world: World
     device: torch.device
     precision: Precision
-    dataset: NuScenesDataset
+    dataset: Samples
     state: TrainState
     schedule: Schedule
     notes: list[str]
 
-    def loader(self, epoch: int, start_batch: int) -> Iterable[Batch]:
+    def loader(self, epoch: int, start_batch: int) -> Iterable[AnyBatch]:
         pin = self.device.type == "cuda"
         order = self.state.reshuffles
         return training_loader(self.config, self.dataset, self.world, epoch, start_batch, pin, order)
@@ -98,7 +98,7 @@ class Parts:
 
 def training_loader(
     config: Config,
-    dataset: NuScenesDataset,
+    dataset: Samples,
     world: World,
     epoch: int,
     start_batch: int,
@@ -125,7 +125,7 @@ def build_parts(config: Config, world: World, device: torch.device) -> Parts:
         BevctlError: the data is missing, the GPU cannot do the precision, a pattern matches nothing.
     """
     precision = resolve_precision(config.precision.dtype, device)
-    dataset = NuScenesDataset(config, "train")
+    dataset = open_split(config, "train")
     batches = len(training_loader(config, dataset, world, 0, 0, pin=False))
     iters_per_epoch = batches // config.train.accumulate
     if iters_per_epoch == 0:
@@ -397,7 +397,7 @@ def _segment(parts: Parts, options: RunOptions, resumed: Resumed) -> dict[str, A
 def _evaluate(parts: Parts, console: Console) -> tuple[dict[str, float], dict[str, Any]]:
     """Scores the (averaged) weights on the evaluation split; every rank takes its share."""
     broadcast_buffers(parts.world, parts.state.model)
-    dataset = NuScenesDataset(parts.config, "val")
+    dataset = open_split(parts.config, "val")
     averaged = parts.state.average.applied() if parts.state.average else contextlib.nullcontext()
     with averaged, random_state_kept():
         evaluation = evaluate_split(parts.state.model, dataset, parts.device, parts.precision, parts.world, console)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from bevctl.batch import Batch
+from bevctl.batch import AnyBatch
 from bevctl.engine.dist import World
 from bevctl.engine.feed import Feed
 from bevctl.engine.one_pass_adamw import OnePassAdamW
@@ -89,11 +89,11 @@ class TrainStep:
         rate: float = self.state.optimizer.param_groups[0]["lr"]
         return rate
 
-    def run(self, batches: list[Batch], iteration: int) -> StepTensors:
+    def run(self, batches: Sequence[AnyBatch], iteration: int) -> StepTensors:
         """One step after `iteration` attempted ones; nothing in it waits for the device."""
         return self.update(self.gradients(batches), iteration)
 
-    def gradients(self, batches: list[Batch]) -> dict[str, Tensor]:
+    def gradients(self, batches: Sequence[AnyBatch]) -> dict[str, Tensor]:
         """Leaves the gradients of the mean loss of `batches`, times the loss scale, in the parameters.
 
         Returns the mean of each loss. Besides gradients only BatchNorm statistics and random states change; `discard`
@@ -145,7 +145,7 @@ class TrainStep:
             self.state.average.update(iteration)
         return StepTensors(losses, total, grad_norm, grad_norms, loss_scale, growth_tracker, skipped)
 
-    def _forward(self, batch: Batch) -> dict[str, Tensor]:
+    def _forward(self, batch: AnyBatch) -> dict[str, Tensor]:
         with self.watch(), self.precision.autocast():
             losses: dict[str, Tensor] = self.network(batch)
         return losses

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from bevctl.batch import Batch
+from bevctl.batch import AnyBatch
 from bevctl.engine.dist import World
 from bevctl.engine.guard import FP32_MODULE, LOWER_SCALE, SKIP, FutilityWatch, NonfiniteGuard
 from bevctl.engine.nonfinite import Classifier, Nonfinite
@@ -74,7 +74,7 @@ class Trainer:
     step: TrainStep
     plan: Plan
     world: World
-    loader_for: Callable[[int, int], Iterable[Batch]]
+    loader_for: Callable[[int, int], Iterable[AnyBatch]]
     """(epoch index, first batch) -> this rank's batches of the rest of the epoch."""
     recorder: Recorder
     classifier: Classifier
@@ -140,7 +140,7 @@ class Trainer:
         interval = self.plan.checkpoint_interval
         return interval is not None and inner > 0 and inner % interval == 0
 
-    def _groups(self, epoch: int, inner: int) -> Iterator[list[Batch]]:
+    def _groups(self, epoch: int, inner: int) -> Iterator[Sequence[AnyBatch]]:
         """Lists of `accumulate` batches, one list an optimizer step."""
         batches = iter(self.loader_for(epoch, inner * self.plan.accumulate))
         while True:
@@ -149,7 +149,7 @@ class Trainer:
                 return
             yield group
 
-    def _next(self, groups: Iterator[list[Batch]]) -> tuple[list[Batch], float]:
+    def _next(self, groups: Iterator[Sequence[AnyBatch]]) -> tuple[Sequence[AnyBatch], float]:
         started = time.perf_counter()
         # Alone, a signal may end the wait for slow data; several ranks stop together, after a step.
         waiting = self.stop.interruptible() if self.world.size == 1 else contextlib.nullcontext()
@@ -170,7 +170,7 @@ class Trainer:
             )
         return group, time.perf_counter() - started
 
-    def _train_step(self, batches: list[Batch], data_time_s: float) -> None:
+    def _train_step(self, batches: Sequence[AnyBatch], data_time_s: float) -> None:
         """One attempted optimizer step; in it the outcome of the step before becomes known."""
         before = RandomCapture.now()
         losses = self.step.gradients(batches)
@@ -209,7 +209,7 @@ class Trainer:
             yield
         self.journal.measured(counter)
 
-    def _tell_problems(self, batches: list[Batch]) -> None:
+    def _tell_problems(self, batches: Sequence[AnyBatch]) -> None:
         problems = [sentence for batch in batches for sentence in batch.problems]
         self._problems += problems
         self.journal.problems(problems)

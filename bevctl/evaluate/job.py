@@ -11,12 +11,13 @@ from torch import nn
 
 from bevctl.config.schema import Config
 from bevctl.console import Console
-from bevctl.data.index import SampleInfo
-from bevctl.data.loader import EpochSampler, make_loader
-from bevctl.data.nuscenes import NuScenesDataset
+from bevctl.data.index import InfoFile, SampleInfo
+from bevctl.data.loader import EpochSampler, Samples, make_loader
+from bevctl.data.split import open_split
 from bevctl.engine.checkpoint import load_state, read_checkpoint
 from bevctl.engine.dist import World, process_group, select_device
 from bevctl.engine.precision import Precision, keep_fp32, resolve_precision
+from bevctl.errors import BevctlError
 from bevctl.evaluate.run import Evaluation, evaluate_model
 from bevctl.evaluate.show import spread
 from bevctl.models.build import build_model
@@ -43,23 +44,24 @@ def evaluate_checkpoint(
     say = console.info if world.is_main else console.detail
     device = select_device(config.device, world)
     precision = resolve_precision(config.precision.dtype, device)
-    dataset = NuScenesDataset(config, "val")
+    dataset = open_split(config, "val")
+    info = ground_truth(dataset)
     for note in dataset.notes:
         say(note)
     model = build_model(config)
     _load(model, checkpoint, console, world, min_loaded)
     keep_fp32(model, config.precision.fp32_modules, device.type)
     model.to(device)
-    shown = spread(dataset.info.samples, show)
-    say(f"Evaluating {len(dataset)} samples of {dataset.info.path} in {precision.name.upper()} on {device}.")
+    shown = spread(info.samples, show)
+    say(f"Evaluating {len(dataset)} samples of {info.path} in {precision.name.upper()} on {device}.")
     with process_group(world, device):
         evaluation = evaluate_split(model, dataset, device, precision, world, console, {s.token for s in shown})
-    return Evaluated(evaluation, dataset.info.samples, shown)
+    return Evaluated(evaluation, info.samples, shown)
 
 
 def evaluate_split(
     model: nn.Module,
-    dataset: NuScenesDataset,
+    dataset: Samples,
     device: torch.device,
     precision: Precision,
     world: World,
@@ -79,7 +81,7 @@ def evaluate_split(
         return evaluate_model(
             model,
             loader,
-            dataset.info,
+            ground_truth(dataset),
             config,
             device=device,
             autocast=precision.autocast,
@@ -87,6 +89,13 @@ def evaluate_split(
             progress=progress if world.is_main else None,
             keep_maps=keep_maps,
         )
+
+
+def ground_truth(dataset: Samples) -> InfoFile:
+    """What predictions are scored with. Raises BevctlError where the data set has none that can be read."""
+    if dataset.info is None:
+        raise BevctlError("The evaluation split has no nuScenes info file to score with.", "Set train.eval_interval=0.")
+    return dataset.info
 
 
 def _load(model: nn.Module, path: Path, console: Console, world: World, min_loaded: float) -> None:

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from bevctl.batch import Batch, Predictions
+from bevctl.batch import AnyBatch, Batch, Predictions
 from bevctl.config.schema import Config
 from bevctl.data.index import InfoFile
 from bevctl.engine.dist import World, gather, on_main
@@ -87,7 +87,7 @@ class Evaluation:
 
 def evaluate_model(
     model: nn.Module,
-    loader: Iterable[Batch],
+    loader: Iterable[AnyBatch],
     infos: InfoFile,
     config: Config,
     *,
@@ -115,7 +115,7 @@ def evaluate_model(
         counts.all_reduce()
     _check_readable(len(infos.samples), results, problems, config.data.max_bad_samples)
     detection, recall, notes = None, None, [f"left out: {problem}" for problem in problems]
-    if config.model.object is not None:
+    if any(result.objects is not None for result in results.values()):
         detection, recall, said = on_main(ranks, lambda: _score(results, infos, config))
         notes += said
     map_result = None
@@ -140,7 +140,7 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 def _predict(
     model: nn.Module,
-    loader: Iterable[Batch],
+    loader: Iterable[AnyBatch],
     device: torch.device | str,
     autocast: Callable[[], AbstractContextManager[Any]],
     counts: MapCounts,
@@ -156,7 +156,7 @@ def _predict(
         batch = host_batch.to(device, non_blocking=True)
         with autocast():
             predictions: Predictions = model.predict(batch)  # type: ignore[operator]
-        if predictions.bev_map is not None and batch.bev_map is not None:
+        if predictions.bev_map is not None and isinstance(batch, Batch) and batch.bev_map is not None:
             counts.add(predictions.bev_map, batch.bev_map, batch.has_map)
         results |= {result.token: result for result in _host_results(predictions, batch, keep_maps)}
         if progress is not None:
@@ -164,7 +164,7 @@ def _predict(
     return results, problems
 
 
-def _host_results(predictions: Predictions, batch: Batch, keep_maps: Collection[str]) -> Iterator[SampleResult]:
+def _host_results(predictions: Predictions, batch: AnyBatch, keep_maps: Collection[str]) -> Iterator[SampleResult]:
     for i, token in enumerate(batch.tokens):
         objects = bev_map = true_map = None
         if predictions.boxes and predictions.scores and predictions.labels:
@@ -172,7 +172,7 @@ def _host_results(predictions: Predictions, batch: Batch, keep_maps: Collection[
             objects = Objects(_host(boxes), _host(scores), labels.cpu().numpy())
         if token in keep_maps and predictions.bev_map is not None:
             bev_map = _host(predictions.bev_map[i])
-            if batch.bev_map is not None and bool(batch.has_map[i]):
+            if isinstance(batch, Batch) and batch.bev_map is not None and bool(batch.has_map[i]):
                 true_map = _host(batch.bev_map[i])
         yield SampleResult(token, objects, bev_map, true_map)
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import bevctl
-from bevctl.batch import Batch
+from bevctl.batch import AnyBatch
 from bevctl.config.schema import Config
 from bevctl.engine.precision import MatmulCounter
 from bevctl.engine.run import algorithms
@@ -109,7 +109,12 @@ def _describe(inputs: Inputs) -> dict[str, Any]:
 
 
 def _measure(
-    config: Config, name: str, batches: list[Batch], device: torch.device, steps: int, tell: Callable[[str], None]
+    config: Config,
+    name: str,
+    batches: Sequence[AnyBatch],
+    device: torch.device,
+    steps: int,
+    tell: Callable[[str], None],
 ) -> Result:
     batch = config.train.batch
     try:
@@ -124,7 +129,7 @@ def _measure(
             torch.cuda.empty_cache()
 
 
-def _measure_step(step: TrainStep, batches: list[Batch], steps: int) -> Result:
+def _measure_step(step: TrainStep, batches: Sequence[AnyBatch], steps: int) -> Result:
     with _without_dropout(step.state.model):
         loss = loss_of(step, batches[0]).item()
     if step.device.type != "cuda":
@@ -154,7 +159,7 @@ def _measure_step(step: TrainStep, batches: list[Batch], steps: int) -> Result:
     )
 
 
-def _clocked(step: TrainStep, batches: list[Batch], steps: int, idle: bool = False) -> PartClock:
+def _clocked(step: TrainStep, batches: Sequence[AnyBatch], steps: int, idle: bool = False) -> PartClock:
     """A clock that has seen `steps` steps, each begun on an idle device if asked for."""
     model = step.state.model
     present = dict(model.named_modules())
@@ -172,7 +177,7 @@ def _medians(measured: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(times.get(name, 0.0) for times in measured) for name in measured[0]}
 
 
-def _split(step: TrainStep, batches: list[Batch], steps: int) -> Split:
+def _split(step: TrainStep, batches: Sequence[AnyBatch], steps: int) -> Split:
     medians = _medians(_clocked(step, batches, max(2, steps // 2)).seconds())
     forward, backward = (_below(f"{phase}/", medians) for phase in ("forward", "backward"))
     return Split(
@@ -203,7 +208,7 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
         model.train()
 
 
-def _forward_flops(config: Config, batch: Batch, device: torch.device) -> int:
+def _forward_flops(config: Config, batch: AnyBatch, device: torch.device) -> int:
     """Counted in plain torch operations, as the kernels of our own are invisible to the counter."""
     step = build_step(config, "fp32", device)
     with torch.no_grad(), backend.forced("torch"), MatmulCounter() as counter:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from bevctl.batch import Batch
+from bevctl.batch import AnyBatch, Batch
 from bevctl.config.schema import Config
 from bevctl.data.loader import EpochSampler, collate, make_loader
-from bevctl.data.nuscenes import Item, NuScenesDataset
+from bevctl.data.sample import Item
+from bevctl.data.split import open_split
 from bevctl.data.synth.street import street_sample
 from bevctl.data.transforms import build_transforms
 from bevctl.errors import BevctlError
@@ -23,7 +24,7 @@ from bevctl.errors import BevctlError
 class Inputs:
     """Batches in host memory, page-locked for a GPU, and where they are from."""
 
-    batches: list[Batch]
+    batches: list[AnyBatch]
     source: str
     """The info file, or "synthetic"."""
     loading_s: float | None
@@ -32,7 +33,8 @@ class Inputs:
     @property
     def points_per_sample(self) -> int | None:
         """Mean number of LiDAR points; None without a LiDAR."""
-        counts = [len(cloud) for batch in self.batches for cloud in batch.points or ()]
+        own = [batch for batch in self.batches if isinstance(batch, Batch)]
+        counts = [len(cloud) for batch in own for cloud in batch.points or ()]
         return round(sum(counts) / len(counts)) if counts else None
 
 
@@ -48,7 +50,7 @@ def make_inputs(config: Config, count: int, pin: bool) -> Inputs:
 
 
 def _from_data_set(config: Config, count: int, info: Path) -> Inputs:
-    dataset = NuScenesDataset(config, "train")
+    dataset = open_split(config, "train")
     sampler = EpochSampler(len(dataset), config.train.batch, seed=config.seed)
     loader = make_loader(dataset, sampler, workers=min(config.train.workers, count))
     batches, instants = [], []

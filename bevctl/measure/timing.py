@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from bevctl.batch import Batch
+from bevctl.batch import AnyBatch
 from bevctl.config.schema import Config
 from bevctl.engine.acceleration import accelerate
 from bevctl.engine.dist import World
@@ -45,13 +45,13 @@ def build_step(config: Config, dtype: str, device: torch.device, report: Report 
     return TrainStep(state, state.model, Schedule(config.optim, _SCHEDULE_ITERS), precision, config.optim.clip)
 
 
-def loss_of(step: TrainStep, batch: Batch) -> Tensor:
+def loss_of(step: TrainStep, batch: AnyBatch) -> Tensor:
     """() loss of a batch with the weights at hand."""
     with step.precision.autocast():
         return total_loss(step.state.model(batch.to(step.device)))
 
 
-def step_seconds(step: TrainStep, batches: Sequence[Batch], steps: int) -> list[float]:
+def step_seconds(step: TrainStep, batches: Sequence[AnyBatch], steps: int) -> list[float]:
     """Duration of each of `steps` steps, one after the other over `batches`, without a wait between them.
 
     The batches come in turn, as point clouds differ in size and some libraries prepare anew for each size; warm up
@@ -75,7 +75,7 @@ class KernelTimes:
     launches: float
 
 
-def kernel_times(step: TrainStep, batches: Sequence[Batch]) -> KernelTimes:
+def kernel_times(step: TrainStep, batches: Sequence[AnyBatch]) -> KernelTimes:
     """Mean over one step with each of `batches`, as the profiler sees it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of cycles, of which there is one

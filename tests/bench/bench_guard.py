@@ -15,12 +15,12 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from bevctl.batch import Batch
+from bevctl.batch import AnyBatch
 from bevctl.config.load import load
 from bevctl.config.schema import Config
 from bevctl.engine.dist import World
@@ -45,7 +45,7 @@ class _Silence:
         return lambda *_, **__: None
 
 
-def trainer_of(step: TrainStep, config: Config, batches: Sequence[Batch]) -> Trainer:
+def trainer_of(step: TrainStep, config: Config, batches: Sequence[AnyBatch]) -> Trainer:
     """The trainer over `batches` again and again, without a disk."""
     return Trainer(
         step=step,
@@ -60,7 +60,7 @@ def trainer_of(step: TrainStep, config: Config, batches: Sequence[Batch]) -> Tra
     )
 
 
-def bare_step(step: TrainStep, batch: Batch, nothing_found: torch.Tensor) -> None:
+def bare_step(step: TrainStep, batch: AnyBatch, nothing_found: torch.Tensor) -> None:
     """A step that trusts its numbers."""
     step.state.optimizer.zero_grad(set_to_none=True)
     total = total_loss(step._forward(step._feed(batch)))
@@ -93,11 +93,11 @@ def waits(run: Callable[[], object], steps: int) -> float:
     return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught) / steps
 
 
-def runs_of(config: Config, batches: Sequence[Batch], dtype: str) -> dict[str, Callable[[], object]]:
+def runs_of(config: Config, batches: Sequence[AnyBatch], dtype: str) -> dict[str, Callable[[], object]]:
     """A bare step and one of the trainer, on the same model."""
     step = build_step(config, dtype, torch.device("cuda"))
     trainer, cycle = trainer_of(step, config, batches), itertools.cycle(batches)
-    groups: Iterator[list[Batch]] = trainer._groups(0, 0)
+    groups = trainer._groups(0, 0)
     nothing_found = torch.zeros((), device="cuda")
     return {
         "trainer": lambda: trainer._train_step(*trainer._next(groups)),
@@ -105,7 +105,7 @@ def runs_of(config: Config, batches: Sequence[Batch], dtype: str) -> dict[str, C
     }
 
 
-def main(arguments: Sequence[str] | None = None, batches: Sequence[Batch] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, batches: Sequence[AnyBatch] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="bevfusion_det")
     parser.add_argument("--batch", type=int, default=4)
