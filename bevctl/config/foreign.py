@@ -1,19 +1,20 @@
-"""Configs of other projects: torchpack YAML (mit-bevfusion) and mmcv or mmengine Python, read as data, never run.
+"""Configs of other projects: YAML of torchpack (mit-bevfusion) and OpenPCDet, Python of mmcv and mmengine; never run.
 
-`read_foreign` gives one form for all three; `bevctl.config.foreign_facts` says what such a config asks for.
+`read_foreign` gives one form for all of them; `bevctl.config.foreign_facts` says what such a config asks for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bevctl.config import document, foreign_torchpack
+from bevctl.config import document, foreign_pcdet, foreign_torchpack
 from bevctl.config.document import display
 from bevctl.config.foreign_python import Reading
-from bevctl.config.foreign_values import Section, Unresolved, lookup, origin_of
+from bevctl.config.foreign_values import Section, Unresolved, lookup, merged, nested, origin_of
 from bevctl.config.layers import Origin
 from bevctl.errors import BevctlError
 
@@ -29,13 +30,15 @@ class ForeignConfig:
     """A config of another project, its bases merged and its expressions worked out where that is possible."""
 
     kind: str
-    """torchpack, mmcv or mmengine."""
+    """torchpack, openpcdet, mmcv or mmengine."""
     path: Path
     files: tuple[Path, ...]
     """Every file that it is made of; the later ones rank above the earlier ones."""
     values: Section
     notes: tuple[str, ...] = ()
     """What was not followed, one sentence each."""
+    lazy: bool = False
+    """A Python config that imports bases or classes, on which mmengine lets no file of the older style build."""
 
     def get(self, dotted: str) -> Any:
         """The value of a dotted key; None where there is none or it could not be worked out."""
@@ -63,7 +66,7 @@ class ForeignConfig:
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether a file is to be read as a config of another project: a Python file, or a YAML file that torchpack reads.
+    """Whether a file is to be read as a config of another project: a Python file, or YAML of torchpack or OpenPCDet.
 
     A file that cannot be read, or is no YAML, is left to the reader of our own configs.
     """
@@ -72,9 +75,16 @@ def is_foreign(path: Path) -> bool:
     if path.suffix not in (".yaml", ".yml"):
         return False
     try:
-        return any(_is_torchpack(document.read_mapping(file)) for file in foreign_torchpack.chain(path))
+        own = document.read_mapping(path)
+        return _is_pcdet(own) or any(
+            _is_torchpack(document.read_mapping(file)) for file in foreign_torchpack.chain(path)
+        )
     except BevctlError:
         return False
+
+
+def _is_pcdet(node: Any) -> bool:
+    return {key.value for key, _ in node.value} >= set(foreign_pcdet.KEYS)
 
 
 def _is_torchpack(node: Any) -> bool:
@@ -90,6 +100,9 @@ def read_foreign(path: Path) -> ForeignConfig:
 
     Raises BevctlError (exit 2), with file and line, for a file that cannot be read or is no such config.
     """
+    if path.suffix != ".py" and _is_pcdet(document.read_mapping(path)):
+        values, files = foreign_pcdet.read(path)
+        return ForeignConfig("openpcdet", path, tuple(files), values)
     if path.suffix != ".py":
         values, files = foreign_torchpack.read(path)
         return ForeignConfig("torchpack", path, tuple(files), values)
@@ -100,7 +113,20 @@ def read_foreign(path: Path) -> ForeignConfig:
         raise BevctlError(
             f"{display(path)} is nested too deeply to read.", "Give an mmcv or mmengine config."
         ) from None
-    return ForeignConfig(_python_kind(values, path), path, tuple(reading.files), values, tuple(reading.notes))
+    kind, notes = _python_kind(values, path), tuple(reading.notes)
+    return ForeignConfig(kind, path, tuple(reading.files), values, notes, reading.lazy)
+
+
+def changed(config: ForeignConfig, changes: Mapping[str, Any]) -> ForeignConfig:
+    """The config with values (by dotted key) laid over it, where its own program takes them from the command line.
+
+    A mapping with `_delete_: True` replaces what is there. Raises BevctlError as `read_foreign` does.
+    """
+    parts = [nested(key, value, Origin("option", "as asked for")) for key, value in changes.items()]
+    if config.kind == "torchpack":
+        above = functools.reduce(merged, parts, Section())
+        return replace(config, values=foreign_torchpack.read(config.path, above)[0])
+    return replace(config, values=functools.reduce(merged, parts, config.values))
 
 
 def read_foreign_dump(text: str, path: Path) -> ForeignConfig:

@@ -1,4 +1,4 @@
-"""What a config of another project asks for: half precision, batch, learning rate, data, checkpoints."""
+"""What a config of another project asks for: precision, batch, rate and schedule, heads, data, checkpoints."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bevctl.config.foreign import ForeignConfig
+from bevctl.config.foreign_keys import KEYS, numbers
 from bevctl.config.foreign_values import Section, Unresolved, lookup
 from bevctl.config.layers import Origin
 
@@ -37,9 +38,18 @@ def half_precision(config: ForeignConfig) -> HalfPrecision:
     """Whether, by what key, and in which file and line a config switches mixed precision on.
 
     mmcv and mit-bevfusion: the top-level `fp16`, or an optimizer hook with Fp16 in its name. mmengine: only
-    `optim_wrapper.type`; a top-level `fp16` is ignored there.
+    `optim_wrapper.type`; a top-level `fp16` is ignored there. OpenPCDet: `OPTIMIZATION.USE_AMP` (or `--use_amp`).
     """
+    if config.kind == "openpcdet":
+        return _pcdet_precision(config)
     return _mmengine_precision(config) if config.kind == "mmengine" else _hook_precision(config)
+
+
+def _pcdet_precision(config: ForeignConfig) -> HalfPrecision:
+    origin = config.origin("OPTIMIZATION.USE_AMP")
+    if config.get("OPTIMIZATION.USE_AMP"):
+        return HalfPrecision(True, "FP16 is on: OPTIMIZATION.USE_AMP is set, loss scale dynamic", origin, "dynamic")
+    return HalfPrecision(False, "FP16 is off: neither OPTIMIZATION.USE_AMP nor --use_amp switches it on", origin)
 
 
 def _hook_precision(config: ForeignConfig) -> HalfPrecision:
@@ -90,42 +100,66 @@ def _told(scale: float | str | None) -> str:
 
 def batch_per_gpu(config: ForeignConfig) -> int | None:
     """Samples a GPU and step."""
-    return _count(config, "train_dataloader.batch_size", "data.samples_per_gpu")
+    return _count(config, KEYS[config.kind].batch)
 
 
 def workers_per_gpu(config: ForeignConfig) -> int | None:
     """Loading processes a GPU."""
-    return _count(config, "train_dataloader.num_workers", "data.workers_per_gpu")
+    return _count(config, KEYS[config.kind].workers)
 
 
 def epochs(config: ForeignConfig) -> int | None:
     """Epochs of the run."""
-    return _count(config, "train_cfg.max_epochs", "runner.max_epochs", "total_epochs", "max_epochs")
+    return _count(config, KEYS[config.kind].epochs)
 
 
 def learning_rate(config: ForeignConfig) -> float | None:
     """Peak learning rate of the (first) optimizer."""
-    for key in ("optim_wrapper.optimizer.lr", "optimizer.lr"):
-        value = config.get(key)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-    return None
+    return next(map(float, numbers(config, KEYS[config.kind].lr)), None)
+
+
+def schedule(config: ForeignConfig) -> str:
+    """The course of the learning rate in the config's own words; empty where it names none."""
+    if config.kind == "openpcdet":
+        return str(config.get("OPTIMIZATION.OPTIMIZER") or "")
+    policy, warmup = config.get("lr_config.policy"), config.get("lr_config.warmup_iters")
+    steps = lookup(config.values, "param_scheduler")
+    parts = [str(policy)] if policy else []
+    for step in steps if isinstance(steps, list | tuple) else [steps]:
+        if isinstance(step, Section) and "Momentum" not in str(step.get("type")):
+            parts.append(str(getattr(step.get("type"), "text", step.get("type"))).split(".")[-1])
+    parts += [f"{config.get('lr_config.warmup') or 'no'} warm-up of {warmup} iterations"] if warmup else []
+    return ", ".join(parts)
+
+
+def heads(config: ForeignConfig) -> dict[str, str]:
+    """Name → type of each head that the model gets; a head that is null is none."""
+    upper = config.kind == "openpcdet"
+    holder = lookup(config.values, {"torchpack": "model.heads", "openpcdet": "MODEL"}.get(config.kind, "model"))
+    found = {}
+    for name, value in holder.items() if isinstance(holder, Section) else ():
+        if config.kind != "torchpack" and not name.lower().endswith("head"):
+            continue
+        if isinstance(value, Section):
+            kind = value.get("NAME" if upper else "type")
+            found[name] = str(getattr(kind, "text", kind)).split(".")[-1]
+    return found
 
 
 def base_batch(config: ForeignConfig) -> int | None:
     """The global batch that the learning rate belongs to, where the config names it."""
-    return _count(config, "auto_scale_lr.base_batch_size")
+    return _count(config, ("auto_scale_lr.base_batch_size",))
 
 
-def _count(config: ForeignConfig, *keys: str) -> int | None:
-    values = (config.get(key) for key in keys)
-    return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
+def _count(config: ForeignConfig, keys: tuple[str, ...]) -> int | None:
+    return next((value for value in numbers(config, keys) if isinstance(value, int)), None)
 
 
 def info_files(config: ForeignConfig) -> dict[str, Path]:
     """Split (train, val) → its info file, where the config names one.
 
-    mmengine looks for it below the dataset's `data_root`; mmcv takes it as it stands.
+    mmengine looks for it below the dataset's `data_root`; mmcv takes it as it stands. OpenPCDet's have a layout of
+    their own, below DATA_PATH and the version's folder: none of them is given here.
     """
     found: dict[str, Path] = {}
     for split in ("train", "val"):
@@ -153,12 +187,12 @@ def data_root(config: ForeignConfig) -> Path:
             return Path(str(value))
         for value in config.find("dataset_root", section):
             return Path(str(value))
-    return Path(str(config.get("data_root") or config.get("dataset_root") or "."))
+    return next((Path(str(config.get(key))) for key in KEYS[config.kind].data_root if config.get(key)), Path("."))
 
 
 def class_names(config: ForeignConfig) -> tuple[str, ...]:
     """Object classes in the order of the network's outputs; empty where they are not known."""
-    for key in ("class_names", "object_classes", "metainfo.classes"):
+    for key in ("class_names", "object_classes", "metainfo.classes", "CLASS_NAMES"):
         value = config.get(key)
         if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
             return tuple(value)

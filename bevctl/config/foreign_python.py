@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ class Reading:
         self.files: list[Path] = []
         """Every file that was read, bases first."""
         self.notes: list[str] = []
+        self.lazy = False
+        """Bases or classes are imported, which is mmengine's newer style."""
         self.imported: dict[Path, dict[str, Unresolved]] = {}
         """File → what it imports from packages; `import *` of the file passes these names on."""
         self._open: list[Path] = []
@@ -236,6 +239,7 @@ class _File:
         call = node.items[0].context_expr
         if not (isinstance(call, ast.Call) and _is_name(call.func, "read_base")):
             raise CannotResolve("With is not followed")
+        self._reading.lazy = True
         for statement in node.body:
             if isinstance(statement, ast.ImportFrom) and statement.level:
                 self._import_base(statement)
@@ -264,6 +268,8 @@ class _File:
             self._import_base(node)
             return
         package = f"{node.module}." if isinstance(node, ast.ImportFrom) and node.module else ""
+        modules = [package or alias.name for alias in node.names]
+        self._reading.lazy |= any(name.split(".")[0] not in sys.stdlib_module_names for name in modules)
         for alias in node.names:
             name = alias.asname or alias.name.split(".")[0]
             self._names[name] = Unresolved(package + alias.name, "imported")

@@ -9,8 +9,10 @@ from bevctl.errors import BevctlError
 
 _CALLS = ("__import__", "eval", "exec", "compile", "getattr", "setattr", "globals", "locals", "breakpoint")
 _PROGRAMS = ("subprocess", "pty", "ctypes")
-_OF_OS = ("system", "popen", "execv", "execve", "fork", "remove", "unlink", "rmdir", "spawnl", "spawnv", "kill")
-_OF_SHUTIL = ("rmtree", "move")
+_OF_MODULE = {
+    "os": ("system", "popen", "execv", "execve", "fork", "remove", "unlink", "rmdir", "spawnl", "spawnv", "kill"),
+    "shutil": ("rmtree", "move"),
+}
 _KNOWN_NAMES = ("__file__", "__name__", "__doc__", "__all__", "__future__", "__version__")
 
 
@@ -39,10 +41,8 @@ def _code(node: ast.AST) -> Iterator[str]:
         yield f".{node.attr}"
     elif isinstance(node, ast.Call):
         name = _dotted(node.func)
-        first, _, rest = name.partition(".")
-        if name in _CALLS or (first in _PROGRAMS and rest):
-            yield name
-        elif (first == "os" and rest in _OF_OS) or (first == "shutil" and rest in _OF_SHUTIL):
+        module, _, function = name.partition(".")
+        if name in _CALLS or function in _OF_MODULE.get(module, ()) or (module in _PROGRAMS and function):
             yield name
 
 

@@ -13,6 +13,7 @@ from yaml.nodes import MappingNode, Node, SequenceNode
 from bevctl.config import document
 from bevctl.config.document import display
 from bevctl.config.foreign_expressions import CannotResolve, Evaluator, parse
+from bevctl.config.foreign_refusals import refuse_code
 from bevctl.config.foreign_values import Section, Unresolved, merged
 from bevctl.config.layers import Origin
 from bevctl.errors import BevctlError
@@ -31,16 +32,22 @@ def chain(path: Path) -> list[Path]:
     return [*reversed([c for c in candidates if os.path.isfile(c) and c != path]), path]
 
 
-def read(path: Path) -> tuple[Section, list[Path]]:
-    """The merged config with its expressions worked out, and the files. Raises BevctlError that names file and line."""
+def read(path: Path, changes: Section | None = None) -> tuple[Section, list[Path]]:
+    """The merged config with its expressions worked out, and the files.
+
+    Args:
+        changes: what is laid over the files before any expression is worked out, as torchpack's command line is.
+
+    Raises BevctlError that names file and line.
+    """
     values, files = Section(), chain(path)
     for file in files:
-        values = merged(values, _Yaml(file).section(document.read_mapping(file)))
-    return _Expressions(values).worked_out(), files
+        values = merged(values, YamlFile(file).section(document.read_mapping(file)))
+    return _Expressions(merged(values, changes or Section())).worked_out(), files
 
 
-class _Yaml:
-    """Nodes of one file as values, by PyYAML's own scalar rules, which torchpack uses."""
+class YamlFile:
+    """Nodes of one file as values, by PyYAML's own scalar rules, which torchpack and OpenPCDet use."""
 
     def __init__(self, path: Path) -> None:
         self._where = display(path)
@@ -82,25 +89,27 @@ class _Expressions:
         assert isinstance(done, Section)
         return done
 
-    def _value(self, value: Any) -> Any:
+    def _value(self, value: Any, origin: Origin | None = None) -> Any:
         if isinstance(value, Section):
             result = Section()
             for key, item in value.items():
-                result.put(key, self._value(item), value.origins.get(key))
+                of_key = value.origins.get(key)
+                result.put(key, self._value(item, of_key or origin), of_key)
             return result
         if isinstance(value, list | tuple):
-            return [self._value(item) for item in value]
+            return [self._value(item, origin) for item in value]
         if isinstance(value, str) and value.startswith("${") and value.endswith("}"):
-            return self._expression(value)
+            return self._expression(value, origin)
         return value
 
-    def _expression(self, text: str) -> Any:
+    def _expression(self, text: str, origin: Origin | None) -> Any:
         if text in self._open:
             return Unresolved(text, "it refers to itself")
         self._open.append(text)
         try:
             tree = parse(text[2:-1].strip(), "eval")
             assert isinstance(tree, ast.Expression)
+            refuse_code(tree, origin.where if origin else "the config", origin.line if origin else 1)
             names = _Names(self._values, self._value)
             return self._value(Evaluator(names, lambda line: Origin("file", "expression", line)).value(tree.body))
         except (SyntaxError, ValueError, RecursionError, MemoryError):

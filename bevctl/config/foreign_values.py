@@ -56,6 +56,35 @@ def merged(below: Section, above: Section) -> Section:
     return result
 
 
+def nested(dotted: str, value: Any, origin: Origin) -> Section:
+    """The mapping in which a dotted key has this value; mappings in the value become sections."""
+    result = Section()
+    name, _, rest = dotted.partition(".")
+    result.put(name, nested(rest, value, origin) if rest else as_section(value, origin), origin)
+    return result
+
+
+def as_section(value: Any, origin: Origin) -> Any:
+    """The value with its mappings as sections whose keys were all set at `origin`; `_delete_` stays."""
+    if isinstance(value, Section) or not isinstance(value, Mapping):
+        return value
+    section = Section()
+    for key, item in value.items():
+        section.put(key, as_section(item, origin), origin)
+    return section
+
+
+def plain(value: Any) -> Any:
+    """The value as dicts, lists and scalars. Raises ValueError where part of it is unresolved."""
+    if isinstance(value, Unresolved):
+        raise ValueError(str(value))
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(plain(item) for item in value)
+    return [plain(item) for item in value] if isinstance(value, list) else value
+
+
 def lookup(values: Any, dotted: str) -> Any:
     """The value of a dotted key, None where there is none; a number is an index of a list."""
     for part in dotted.split("."):

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from bevctl.config import foreign_facts as facts
-from bevctl.config.foreign import ForeignConfig, read_foreign
+from bevctl.config.foreign import ForeignConfig, changed, read_foreign
+from bevctl.errors import BevctlError
 
 
 def python(tmp_path: Path, text: str) -> ForeignConfig:
@@ -101,3 +102,71 @@ def test_the_map_head_of_mit_bevfusion(tmp_path: Path) -> None:
     path = tmp_path / "seg.yaml"
     path.write_text("model: {encoders: null, heads: {object: null, map: {type: BEVSegmentationHead}}}\n")
     assert facts.has_map_head(read_foreign(path))
+
+
+def test_openpcdet(tmp_path: Path) -> None:
+    """A mapping starts from the file that it names; the path counts from tools/."""
+    data = tmp_path / "tools" / "cfgs" / "dataset_configs" / "nuscenes_dataset.yaml"
+    model = tmp_path / "tools" / "cfgs" / "nuscenes_models" / "pillar.yaml"
+    for path in (data, model):
+        path.parent.mkdir(parents=True)
+    data.write_text("DATASET: 'NuScenesDataset'\nDATA_PATH: '../data/nuscenes'\nMAX_SWEEPS: 10\n")
+    model.write_text(
+        "CLASS_NAMES: ['car', 'bus']\n"
+        "DATA_CONFIG:\n  _BASE_CONFIG_: cfgs/dataset_configs/nuscenes_dataset.yaml\n  MAX_SWEEPS: 1\n"
+        "MODEL: {NAME: PointPillar, DENSE_HEAD: {NAME: AnchorHeadMulti}, ROI_HEAD: null}\n"
+        "OPTIMIZATION: {BATCH_SIZE_PER_GPU: 4, NUM_EPOCHS: 20, LR: 0.001, OPTIMIZER: adam_onecycle}\n"
+    )
+    config = read_foreign(model)
+    assert config.kind == "openpcdet"
+    assert config.files == (data, model)
+    assert (config.get("DATA_CONFIG.MAX_SWEEPS"), config.get("DATA_CONFIG.DATASET")) == (1, "NuScenesDataset")
+    assert "_BASE_CONFIG_" not in config.get("DATA_CONFIG")
+    assert (facts.batch_per_gpu(config), facts.workers_per_gpu(config), facts.epochs(config)) == (4, None, 20)
+    assert (facts.learning_rate(config), facts.schedule(config)) == (0.001, "adam_onecycle")
+    assert facts.class_names(config) == ("car", "bus")
+    assert facts.data_root(config) == Path("../data/nuscenes")
+    assert facts.heads(config) == {"DENSE_HEAD": "AnchorHeadMulti"}
+    assert facts.half_precision(config).on is False
+    half = facts.half_precision(changed(config, {"OPTIMIZATION.USE_AMP": True}))
+    assert (half.on, half.loss_scale) == (True, "dynamic")
+    data.unlink()
+    with pytest.raises(BevctlError, match="the base cfgs"):
+        read_foreign(model)
+
+
+@pytest.mark.parametrize(
+    ("text", "schedule"),
+    [
+        (MMCV + "lr_config = dict(policy='CosineAnnealing', warmup='linear', warmup_iters=500)",
+         "CosineAnnealing, linear warm-up of 500 iterations"),
+        (MMCV, ""),
+        (MMENGINE + "param_scheduler = [dict(type='LinearLR'), dict(type='CosineAnnealingLR'),\n"
+         "    dict(type='CosineAnnealingMomentum')]", "LinearLR, CosineAnnealingLR"),
+        ("from mmengine.optim import LinearLR\n" + MMENGINE + "param_scheduler = dict(type=LinearLR)", "LinearLR"),
+    ],
+)  # fmt: skip
+def test_schedule(tmp_path: Path, text: str, schedule: str) -> None:
+    assert facts.schedule(python(tmp_path, text)) == schedule
+
+
+def test_heads(tmp_path: Path) -> None:
+    config = python(tmp_path, MMCV + "model = dict(type='Petr3D', pts_bbox_head=dict(type='PETRHead'), neck=dict())")
+    assert facts.heads(config) == {"pts_bbox_head": "PETRHead"}
+    path = tmp_path / "seg.yaml"
+    path.write_text("model: {encoders: null, heads: {object: null, map: {type: BEVSegmentationHead}}}\n")
+    assert facts.heads(read_foreign(path)) == {"map": "BEVSegmentationHead"}
+
+
+def test_changes_rank_above_the_files(tmp_path: Path) -> None:
+    text = MMCV + "optimizer_config = dict(type='Fp16OptimizerHook', grad_clip=dict(max_norm=35))\n"
+    config = python(tmp_path, text)
+    off = changed(config, {"optimizer_config": {"_delete_": True, "grad_clip": {"max_norm": 35}}})
+    assert off.get("optimizer_config") == {"grad_clip": {"max_norm": 35}}
+    assert facts.half_precision(off).on is False
+    more = changed(config, {"data.samples_per_gpu": 7, "data.workers_per_gpu": 0})
+    assert (facts.batch_per_gpu(more), facts.workers_per_gpu(more)) == (7, 0)
+    assert facts.batch_per_gpu(config) == 2
+    path = tmp_path / "c.yaml"
+    path.write_text("max_epochs: 6\nrunner: {max_epochs: '${max_epochs}'}\noptimizer: 1\n")
+    assert facts.epochs(changed(read_foreign(path), {"max_epochs": 2})) == 2
