@@ -1,4 +1,4 @@
-"""Image feature pyramid of BEVFusion."""
+"""Image feature pyramids: of BEVFusion and of PETR."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from bevctl.models.layers import ConvBlock
+from bevctl.models.layers import ConvBlock, channels_last
+from bevctl.ops.bias import BiasedConv2d
 from bevctl.ops.resample import resize
 
 
@@ -35,3 +37,28 @@ class GeneralizedLSSFPN(nn.Module):
         stretched = resize(coarse, (fine.shape[2], fine.shape[3]))
         merged: Tensor = self.fpn_convs[level](self.lateral_convs[level](torch.cat([fine, stretched], dim=1)))
         return merged
+
+
+class CPFPN(nn.Module):
+    """Feature pyramid that makes one map: each level is projected, coarser ones are added to the next finer one, top
+    down, and a 3 × 3 convolution follows on the finest.
+
+    `channels_in` are those of the maps, finest first. From PETR (Liu et al., ECCV 2022).
+    """
+
+    def __init__(self, channels_in: Sequence[int], channels: int) -> None:
+        super().__init__()
+        self.lateral_convs = nn.ModuleList([BiasedConv2d(source, channels, 1) for source in channels_in])
+        self.fpn_convs = nn.ModuleList([BiasedConv2d(channels, channels, 3, padding=1)])
+        for conv in (*self.lateral_convs, *self.fpn_convs):
+            nn.init.xavier_uniform_(conv.weight)
+            nn.init.zeros_(conv.bias)
+
+    def forward(self, maps: Sequence[Tensor]) -> Tensor:
+        """Maps (B, C_i, h_i, w_i), finest first → (B, channels, h_0, w_0)."""
+        laterals = [conv(channels_last(x)) for conv, x in zip(self.lateral_convs, maps, strict=True)]
+        merged = laterals[-1]
+        for finer in reversed(laterals[:-1]):
+            merged = finer + F.interpolate(merged, size=finer.shape[2:], mode="nearest")
+        out: Tensor = self.fpn_convs[0](merged)
+        return out
