@@ -36,6 +36,9 @@ def problems(config: Config) -> Iterator[Problem]:
     yield from _run(config)
     yield from _data(config.data)
     yield from _optim(config)
+    if config.model.type == "mmdet3d":
+        yield from _mmdet3d(config.model)
+        return
     yield from _parts(config.model)
     yield from _spans(config.model)
     if config.model.camera:
@@ -220,6 +223,15 @@ def _swin(swin: SwinConfig) -> Iterator[Problem]:
         if channels % heads:
             message = f"model.camera.swin: {heads} heads do not divide the {channels} channels of stage {stage + 1}."
             yield Problem("model.camera.swin.heads", message, "Stage n has embed × 2^(n-1) channels.")
+
+
+def _mmdet3d(model: ModelConfig) -> Iterator[Problem]:
+    if model.mmdet3d is None or not model.mmdet3d.config:
+        message = "model.type is mmdet3d, but model.mmdet3d.config names no config of it."
+        yield Problem("model.mmdet3d", message, "Give the config itself: bevctl train CONFIG.py --engine mmdet3d.")
+    if model.checkpointing:
+        message = "model.checkpointing is set, but mmdet3d's models recompute what their own config says."
+        yield Problem("model.checkpointing", message, "Set with_cp=True in the config of the backbone.")
 
 
 def _map(config: Config) -> Iterator[Problem]:

@@ -315,10 +315,17 @@ class PetrConfig:
 
 
 @dataclass(frozen=True)
+class Mmdet3dConfig:
+    """A model and data set that mmdet3d builds, from a config whose code is run: only with --engine mmdet3d."""
+
+    config: str = opt("", "the mmdet3d config (Python)")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """BEVFusion or PETRv2; a sensor or head that is null is not built."""
 
-    type: str = opt("bevfusion", "model family", choices=("bevfusion", "petrv2"))
+    type: str = opt("bevfusion", "model family", choices=("bevfusion", "petrv2", "mmdet3d"))
     point_cloud_range: tuple[float, float, float, float, float, float] = opt(
         (-54.0, -54.0, -5.0, 54.0, 54.0, 3.0), "x, y, z lower and upper bounds, m"
     )
@@ -335,6 +342,7 @@ class ModelConfig:
     object: ObjectHeadConfig | None = opt(ObjectHeadConfig, "detection head, or null")
     map: MapHeadConfig | None = opt(None, "map head, or null")
     petr: PetrConfig | None = opt(None, "what only petrv2 has, or null")
+    mmdet3d: Mmdet3dConfig | None = opt(None, "where a model of mmdet3d comes from, or null")
     norm_momentum: float = opt(
         0.01,
         "how fast BatchNorm statistics of the LiDAR encoder and the BEV decoder follow the batches; "
@@ -426,7 +434,7 @@ class OptimConfig:
     weight_decay: float = opt(0.01, "weight decay", low=0)
     betas: tuple[float, float] = opt((0.9, 0.999), "AdamW betas", low=0, high=0.99999)
     clip: float | None = opt(35.0, "largest gradient norm (L2); null: no clipping", above=0)
-    schedule: str = opt("cosine", "shape of the schedule", choices=("cosine", "cyclic", "constant"))
+    schedule: str = opt("cosine", "shape of the schedule", choices=("cosine", "cyclic", "steps", "constant"))
     warmup: int = opt(500, "iterations of linear warm-up", low=0)
     warmup_ratio: float = opt(1 / 3, "first learning rate over the peak", low=0, high=1)
     min_ratio: float = opt(1e-3, "last learning rate over the peak", low=0, high=1)
@@ -435,6 +443,8 @@ class OptimConfig:
         "cosine: falls in this many equal steps, in mmcv the number of epochs; null: with every iteration",
         low=1,
     )
+    steps: tuple[float, ...] = opt((), "steps: shares of the run at which the rate falls", above=0, high=1)
+    step_factor: float = opt(0.1, "steps: what it is multiplied with there", above=0)
     cyclic_peak: float = opt(10.0, "cyclic: peak over lr", above=0)
     cyclic_end: float = opt(1e-4, "cyclic: end over lr", above=0)
     cyclic_up: float = opt(0.4, "cyclic: share of the run that rises", low=0.01, high=0.99)

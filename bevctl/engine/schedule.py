@@ -14,6 +14,8 @@ from bevctl.errors import BevctlError
 
 _MOMENTUM_DIP = 0.85 / 0.95
 """Lowest beta1 of the cyclic schedule over its own start."""
+_ROUNDING = 1e-9
+"""Share of a run that is nothing."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,10 @@ class Schedule:
             return _anneal(1.0, self.optim.min_ratio, reached)
         if self.optim.schedule == "cyclic":
             return _cycle(progress, self.optim.cyclic_up, self.optim.cyclic_peak, self.optim.cyclic_end)
+        if self.optim.schedule == "steps":
+            # A step must not begin one iteration late for rounding.
+            reached = sum(progress >= share - _ROUNDING for share in self.optim.steps)
+            return float(self.optim.step_factor**reached)
         return 1.0
 
     def _warmup(self, iteration: int) -> float:

@@ -35,6 +35,17 @@ def test_a_cosine_in_steps_is_constant_within_an_epoch() -> None:
     assert factors == pytest.approx(expected)
 
 
+@given(epochs=st.integers(2, 24), length=st.integers(1, 40_000), data=st.data())
+def test_a_rate_that_falls_in_steps_falls_in_the_first_iteration_of_an_epoch(
+    epochs: int, length: int, data: st.DataObject
+) -> None:
+    milestone = data.draw(st.integers(1, epochs - 1))
+    optim = OptimConfig(schedule="steps", steps=(milestone / epochs,), step_factor=0.1, warmup=0)
+    schedule = Schedule(optim, total=epochs * length)
+    assert schedule.lr_factor(milestone * length - 1) == 1.0
+    assert schedule.lr_factor(milestone * length) == 0.1
+
+
 @given(epochs=st.integers(1, 24), length=st.integers(1, 40_000))
 def test_no_step_begins_late_or_early(epochs: int, length: int) -> None:
     schedule = Schedule(OptimConfig(warmup=0, cosine_steps=epochs), total=epochs * length)
