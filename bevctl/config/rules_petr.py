@@ -23,6 +23,9 @@ def petr_problems(model: ModelConfig) -> Iterator[Problem]:
     elif model.camera.view:
         message = "model.camera.view is given, but petrv2 has no view transform."
         yield Problem("model.camera.view", message, "Set it to null.")
+    if model.camera and model.camera.backbone == "swin":
+        message = "model.camera.backbone is swin, which gives a map of stride 8 that petrv2 does not read."
+        yield Problem("model.camera.backbone", message, "Use vovnet, or a timm model such as resnet50.")
     if model.petr is None:
         message = "model.type is petrv2, but model.petr is null."
         yield Problem("model.petr", message, "Give model.petr; {} takes the defaults.")

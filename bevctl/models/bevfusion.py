@@ -6,22 +6,22 @@ Module names, and so state-dict keys, are those of mit-bevfusion.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from bevctl.batch import Batch, Calibration, Predictions
-from bevctl.errors import BevctlError, ExitCode, did_you_mean
+from bevctl.errors import BevctlError, ExitCode
 from bevctl.models.bev_decoder import BevDecoder, ConvFuser, TaskDecoders
-from bevctl.models.image_backbone import TimmBackbone
+from bevctl.models.image_backbone import ImageBackbone
 from bevctl.models.image_input import ImageInput
 from bevctl.models.layers import recompute
 from bevctl.models.lidar import VoxelLidarEncoder
 from bevctl.models.map_head import MapHead
 from bevctl.models.neck import GeneralizedLSSFPN
-from bevctl.models.swin import SwinTransformer
+from bevctl.models.network import Network
 from bevctl.models.transfusion import TransFusionHead
 from bevctl.models.view_transform import DepthLSSTransform, LSSTransform
 from bevctl.ops.sparse_conv import Sparse
@@ -33,7 +33,7 @@ class CameraEncoder(nn.Module):
     def __init__(
         self,
         normalize: ImageInput,
-        backbone: SwinTransformer | TimmBackbone,
+        backbone: ImageBackbone,
         neck: GeneralizedLSSFPN,
         vtransform: DepthLSSTransform | LSSTransform,
         checkpointing: bool = False,
@@ -54,7 +54,7 @@ class CameraEncoder(nn.Module):
         return bev
 
 
-class BEVFusion(nn.Module):
+class BEVFusion(Network):
     """Any of camera and LiDAR, any of detection and map.
 
     `fuser` joins two sensors and is None for one. `checkpoint_lidar` recomputes the LiDAR branch in the backward pass.
@@ -77,28 +77,6 @@ class BEVFusion(nn.Module):
         self.heads = nn.ModuleDict(heads)
         self.checkpoint_lidar = checkpoint_lidar
         self.point_dtype = point_dtype
-        self._frozen: list[str] = []
-
-    def freeze(self, names: Iterable[str]) -> None:
-        """Modules that from now on do not learn and stay in evaluation mode.
-
-        Raises BevctlError for a name that no module has.
-        """
-        modules = dict(self.named_modules())
-        for name in names:
-            if name not in modules:
-                known = [known for known in modules if known and known.count(".") <= name.count(".")]
-                raise BevctlError(f"model.freeze: the model has no module {name!r}.", did_you_mean(name, known))
-            modules[name].requires_grad_(False)
-            self._frozen.append(name)
-        self.train(self.training)
-
-    def train(self, mode: bool = True) -> BEVFusion:
-        """As of any module, except that frozen modules stay in evaluation mode."""
-        super().train(mode)
-        for name in self._frozen:
-            self.get_submodule(name).eval()
-        return self
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Scalars: weighted losses, whose sum is the loss of the step, under `loss/<task>/…`, and `stats/<task>/…`.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -12,11 +14,13 @@ from bevctl.config.schema import CameraConfig, Config, ModelConfig, ViewTransfor
 from bevctl.models.bev_decoder import BevDecoder, ConvFuser, TaskDecoders
 from bevctl.models.bevfusion import BEVFusion, CameraEncoder
 from bevctl.models.box_coder import BevGrid
-from bevctl.models.image_backbone import build_image_backbone
+from bevctl.models.build_petrv2 import build_petrv2
+from bevctl.models.image_backbone import OWN, build_image_backbone
 from bevctl.models.image_input import ImageInput
 from bevctl.models.lidar import VoxelLidarEncoder
 from bevctl.models.map_head import MapHead
 from bevctl.models.neck import GeneralizedLSSFPN
+from bevctl.models.network import Network
 from bevctl.models.transfusion import TransFusionHead
 from bevctl.models.view_transform import build_view_transform
 
@@ -26,24 +30,36 @@ PARTS = (
     "encoders.camera.backbone",
     "encoders.camera.neck",
     "encoders.camera.vtransform",
+    "encoders.camera.position",
     "encoders.lidar",
     "fuser",
     "decoder",
     "heads.object",
     "heads.map",
 )
+"""Parts that models have, in the order in which a step runs through them; none has all."""
 _STATIC_PARTS = {
-    "encoders.camera.backbone": "",
-    "encoders.camera.neck": "",
-    "encoders.camera.vtransform.dtransform": "camera",
-    "encoders.camera.vtransform.depthnet": "camera",
-    "encoders.camera.vtransform.downsample": "camera",
-    "fuser": "",
-    "decoder": "",
-    "heads.object": "",
-    "heads.map": "",
+    "bevfusion": {
+        "encoders.camera.backbone": "",
+        "encoders.camera.neck": "",
+        "encoders.camera.vtransform.dtransform": "camera",
+        "encoders.camera.vtransform.depthnet": "camera",
+        "encoders.camera.vtransform.downsample": "camera",
+        "fuser": "",
+        "decoder": "",
+        "heads.object": "",
+        "heads.map": "",
+    },
+    "petrv2": {
+        "encoders.camera.backbone": "",
+        "encoders.camera.neck": "",
+        "encoders.camera.position": "",
+        "heads.object": "decoder",
+        "heads.map": "decoder",
+    },
 }
-"""Modules whose tensors have the same shapes in every step, and the checkpointing that recomputes them from outside."""
+"""Of each family the modules whose tensors have the same shapes in every step, and the checkpointing that recomputes
+them from outside, or what is random inside them: no recording can hold the random states that are put back."""
 _RECOMPUTES_INSIDE = {"encoders.camera.backbone": "camera", "decoder": "decoder"}
 _POINT_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
@@ -53,13 +69,12 @@ def static_parts(model: ModelConfig, recomputing: bool = True) -> list[str]:
 
     Without `recomputing`, modules that recompute their own activations are left out too.
     """
-    # A timm model puts random states back when it recomputes, and no recording can hold those.
     recomputing_inside = set(_RECOMPUTES_INSIDE) if not recomputing else set()
-    if model.camera is not None and model.camera.backbone != "swin":
+    if model.camera is not None and model.camera.backbone not in OWN:  # a timm model may be random
         recomputing_inside.add("encoders.camera.backbone")
     names = [
         name
-        for name, outside in _STATIC_PARTS.items()
+        for name, outside in _STATIC_PARTS[model.type].items()
         if outside not in model.checkpointing
         and not (name in recomputing_inside and _RECOMPUTES_INSIDE[name] in model.checkpointing)
     ]
@@ -73,7 +88,7 @@ def decoder_tasks(model: ModelConfig) -> tuple[str, ...]:
     return ("object", "map") if both and not model.shared_decoder else ()
 
 
-def build_model(config: Config) -> nn.Module:
+def build_model(config: Config) -> Network:
     """The model that `config.model` describes, randomly initialised, on the CPU.
 
     A config that `config.load` accepts fits together. Raises BevctlError for an image backbone that does not exist.
@@ -106,7 +121,7 @@ def build_bevfusion(config: Config) -> BEVFusion:
     return network
 
 
-MODELS = {"bevfusion": build_bevfusion}
+MODELS: dict[str, Callable[[Config], Network]] = {"bevfusion": build_bevfusion, "petrv2": build_petrv2}
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, int]:

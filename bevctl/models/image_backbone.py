@@ -58,6 +58,9 @@ class TimmBackbone(nn.Module):
         return [x.permute(0, 3, 1, 2) if self.channels_last else x for x in maps]
 
 
+ImageBackbone = SwinTransformer | VoVNet | TimmBackbone
+
+
 def _timm_model(name: str, image_size: tuple[int, int], levels: int) -> Any:
     try:
         import timm
@@ -78,9 +81,7 @@ def _timm_model(name: str, image_size: tuple[int, int], levels: int) -> Any:
         return timm.create_model(name, **options)
 
 
-def build_image_backbone(
-    config: CameraConfig, checkpointing: bool = False, levels: int = 3
-) -> SwinTransformer | VoVNet | TimmBackbone:
+def build_image_backbone(config: CameraConfig, checkpointing: bool = False, levels: int = 3) -> ImageBackbone:
     """The backbone that `config.backbone` names: "swin", "vovnet" or a timm model; it returns its last `levels` maps.
 
     Swin has three, at strides 8, 16 and 32.

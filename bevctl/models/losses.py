@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn import functional as F
+
+from bevctl.ops.transfer import to_device
 
 
 def sigmoid_focal_loss(logits: Tensor, targets: Tensor, gamma: float = 2.0, alpha: float | None = 0.25) -> Tensor:
@@ -30,3 +32,12 @@ def gaussian_focal_loss(logits: Tensor, targets: Tensor, alpha: float = 2.0, gam
     positive = -probability.log() * (1 - probability) ** alpha
     negative = -(1 - probability).log() * probability**alpha * (1 - targets) ** gamma
     return torch.where(targets == 1, positive, negative)
+
+
+def mean_over_ranks(count: int, device: torch.device) -> Tensor | float:
+    """`count`, of which every rank has its own, averaged over the ranks, at least 1; the host does not wait."""
+    if not distributed.is_available() or not distributed.is_initialized():
+        return float(max(count, 1))
+    total = to_device(torch.tensor(float(count)), device)
+    distributed.all_reduce(total)
+    return (total / distributed.get_world_size()).clamp(min=1)

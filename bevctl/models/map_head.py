@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from bevctl.batch import Batch
 from bevctl.config.schema import MapHeadConfig
 from bevctl.models.box_coder import BevGrid
-from bevctl.models.losses import sigmoid_focal_loss
+from bevctl.models.map_loss import map_losses
 from bevctl.ops.resample import linear_weights, resample
 
 
@@ -50,15 +49,7 @@ class MapHead(nn.Module):
 
     def loss(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Weighted mean pixel loss of each class, in float32; samples without a map weigh nothing."""
-        with torch.autocast(logits.device.type, enabled=False):
-            targets = torch.zeros_like(logits) if batch.bev_map is None else batch.bev_map.float()
-            if self.config.loss == "focal":
-                pixels = sigmoid_focal_loss(logits, targets, alpha=None)
-            else:
-                pixels = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
-            known = batch.has_map.float()
-            means = (pixels.mean((2, 3)) * known[:, None]).sum(0) / known.sum().clamp(min=1)
-            means = means * self.config.loss_weight
+        means = map_losses(logits, batch, self.config)
         return {f"loss/map/{name}/{self.config.loss}": mean for name, mean in zip(self.classes, means, strict=True)}
 
     def predict(self, logits: Tensor) -> Tensor:

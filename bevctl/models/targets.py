@@ -21,8 +21,8 @@ MIN_RADIUS = 2
 
 
 @dataclass(frozen=True)
-class QueryTargets:
-    """Targets of B × Q queries."""
+class MatchedTargets:
+    """Targets of B × Q queries that were matched with objects."""
 
     classes: Tensor
     """(B, Q, K) 0/1: class of the matched object, all zero for background."""
@@ -30,6 +30,12 @@ class QueryTargets:
     """(B, Q, 10) code of the matched object, 0 for background."""
     code_mask: Tensor
     """(B, Q, 10) 1 where `codes` counts: matched, and known (a NaN velocity is not)."""
+
+
+@dataclass(frozen=True)
+class QueryTargets(MatchedTargets):
+    """Targets of TransFusion's queries."""
+
     positives: int
     """Number of matched queries."""
     mean_iou: Tensor
@@ -47,8 +53,8 @@ def query_targets(
     codes, logits = codes.detach(), logits.detach()
     counts = [len(sample_boxes) for sample_boxes in boxes]
     decoded = decode(codes, grid)
-    padded_boxes = _padded(boxes).float()
-    padded_labels = _padded(labels)
+    padded_boxes = padded(boxes).float()
+    padded_labels = padded(labels)
     iou = rotated_iou_3d(decoded[:, :, None, :7], padded_boxes[:, None, :, :7])
     cost = (
         CLASS_COST * class_cost(logits, padded_labels)
@@ -56,31 +62,39 @@ def query_targets(
         - IOU_COST * iou
     )
     matched = match(cost, counts)
+    targets = matched_targets(matched, padded_labels, encode(padded_boxes, grid), logits.shape[2])
     is_matched, partner = matched >= 0, matched.clamp(min=0)
-    target_codes = encode(_rows(padded_boxes, partner), grid)
-    known = is_matched[..., None] & ~target_codes.isnan()
-    label = padded_labels.gather(1, partner)
     overlap = torch.where(is_matched, iou.gather(2, partner[..., None])[..., 0], 0)
     return QueryTargets(
-        classes=(
-            (label[..., None] == torch.arange(logits.shape[2], device=label.device)) & is_matched[..., None]
-        ).float(),
-        codes=torch.where(known, target_codes, 0),
-        code_mask=known.float(),
+        targets.classes,
+        targets.codes,
+        targets.code_mask,
         positives=sum(min(count, codes.shape[1]) for count in counts),
         mean_iou=(overlap.sum(1) / is_matched.sum(1).clamp(min=1)).mean(),
     )
 
 
-def _padded(rows: Sequence[Tensor]) -> Tensor:
+def matched_targets(matched: Tensor, labels: Tensor, objects: Tensor, classes: int) -> MatchedTargets:
+    """Targets of queries of which `matched` (B, Q) gives the object of each, or -1.
+
+    `labels` (B, M) and `objects` (B, M, 10) are the objects' classes and codes.
+    """
+    is_matched, partner = matched >= 0, matched.clamp(min=0)
+    codes = objects.gather(1, partner[..., None].expand(-1, -1, objects.shape[2]))
+    known = is_matched[..., None] & ~codes.isnan()
+    label = labels.gather(1, partner)
+    named = label[..., None] == torch.arange(classes, device=label.device)
+    return MatchedTargets(
+        classes=(named & is_matched[..., None]).float(),
+        codes=torch.where(known, codes, 0),
+        code_mask=known.float(),
+    )
+
+
+def padded(rows: Sequence[Tensor]) -> Tensor:
     """B × (n_i, …) → (B, max n, …) with zeros behind, at least one row."""
     padded = pad_sequence(list(rows), batch_first=True)
     return padded if padded.shape[1] else padded.new_zeros(padded.shape[0], 1, *padded.shape[2:])
-
-
-def _rows(values: Tensor, index: Tensor) -> Tensor:
-    """(B, M, C) rows at (B, Q) → (B, Q, C)."""
-    return values.gather(1, index[..., None].expand(-1, -1, values.shape[2]))
 
 
 def class_cost(logits: Tensor, labels: Tensor) -> Tensor:

@@ -43,12 +43,20 @@ def _aligned(weights: Tensor, dtype: torch.dtype) -> Tensor:
 
 def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     """(B, C, H, W) stretched to (B, C, *size); the corners of both images, not their outer samples, coincide."""
-    rows, columns = (_stretched(old, new, x) for old, new in zip(x.shape[-2:], size, strict=True))
+    rows, columns = (_stretched(old, new, x, 0.5) for old, new in zip(x.shape[-2:], size, strict=True))
     return resample(x, rows, columns)
 
 
-def _stretched(old: int, new: int, like: Tensor) -> Tensor:
+def resize_samples(x: Tensor, size: tuple[int, int]) -> Tensor:
+    """(B, C, H, W) stretched to (B, C, *size); the outer samples of both images, not their corners, coincide."""
+    rows, columns = (_stretched(old, new, x, 0.0) for old, new in zip(x.shape[-2:], size, strict=True))
+    return resample(x, rows, columns)
+
+
+def _stretched(old: int, new: int, like: Tensor, margin: float) -> Tensor:
+    """Weights that read `old` samples `new` times; an image ends `margin` samples beyond its outer ones."""
     # At least float32: half precision counts whole numbers only to 2048, bfloat16 to 256.
     dtype = torch.promote_types(like.dtype, torch.float32)
-    positions = (torch.arange(new, device=like.device, dtype=dtype) + 0.5) * (old / new) - 0.5
+    step = (old - 1 + 2 * margin) / max(new - 1 + 2 * margin, 1)
+    positions = (torch.arange(new, device=like.device, dtype=dtype) + margin) * step - margin
     return linear_weights(positions.clamp(0, old - 1), old).to(like.dtype)
