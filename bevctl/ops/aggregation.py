@@ -181,8 +181,9 @@ class _Aggregation(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, mean_grad: Tensor) -> tuple[Tensor | None, ...]:
         from bevctl.ops.kernels import aggregation as kernels
 
-        count = len(ctx.saved_tensors) // 2
-        parts, out, weights = ctx.saved_tensors[:count], ctx.saved_tensors[count], ctx.saved_tensors[count + 1 :]
+        saved = ctx.saved_tensors  # under checkpointing they can be had once
+        count = len(saved) // 2
+        parts, out, weights = saved[:count], saved[count], saved[count + 1 :]
         needed = ctx.needs_input_grad
         before, last_shift_grad = kernels.masked(_channels_last(grad), out, mean_grad=mean_grad.contiguous())
         rows = _rows(before)
