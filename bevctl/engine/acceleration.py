@@ -19,7 +19,7 @@ def accelerate(model: nn.Module, config: Config, world: World, device: torch.dev
     `report` gets a sentence about what is compiled, and one about each part that cannot be.
     """
     if config.train.compile:
-        compiled = compile_parts(model, static_parts(config.model, recomputing=False), report)
+        compiled = compile_parts(model, static_parts(config.model, for_compiler=True), report)
         report(f"torch.compile for {', '.join(compiled) or 'nothing'}: the first step takes longer")
     # Normalisation over all ranks waits for them inside the part.
     synchronised = config.train.sync_bn and world.size > 1

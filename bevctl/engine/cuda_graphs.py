@@ -77,7 +77,7 @@ class RecordedForward(StandIn):
 
     def _current_setting(self) -> tuple[Any, ...]:
         """What the recorded kernels depend on, beside the inputs: number formats, modes and wrappers of submodules."""
-        modules = [vars(module) for module in self.module.modules()]
+        modules = [vars(module) for module in self._modules]
         wrapped, training = sum("forward" in m for m in modules), sum(m["training"] for m in modules)
         return wrapped, training, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
 

@@ -55,7 +55,7 @@ class StandIn(ABC):
         self._proven = True
         expected = self._trial(self.plain, inputs)
         try:
-            wrong = difference(self._trial(self.run, inputs), expected)
+            wrong = difference(self._trial(self.run, inputs), expected, _compute_dtype(self.module))
         except (torch.cuda.OutOfMemoryError, BevctlError):
             raise
         except Exception as error:  # compilers and recorders fail in ways of their own
@@ -78,7 +78,15 @@ class StandIn(ABC):
         return [t.detach() for t in (*outputs, *gradients) if t is not None]
 
 
-def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
+def _compute_dtype(module: nn.Module) -> torch.dtype:
+    """Number format that a module computes in: gradients of its float32 weights are no more exact than that."""
+    device = next((tensor.device.type for tensor in (*module.parameters(), *module.buffers())), "cpu")
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+
+
+def difference(
+    found: Sequence[Tensor], expected: Sequence[Tensor], computed_in: torch.dtype = torch.float32
+) -> str | None:
     """What is wrong with tensors that differ from `expected` by more than rounding; None if nothing is."""
     if [t.shape for t in found] != [t.shape for t in expected]:
         return "it returns other shapes"
@@ -89,7 +97,7 @@ def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> str | Non
         error = float((ours.float().nan_to_num() - reference).norm()) / max(norm, 1e-30)
         # Sums that cancel, as gradients of a bias before a norm, are nothing but rounding.
         negligible = norm <= 1e-4 * typical * reference.numel() ** 0.5
-        if not negligible and error > _TOLERANCE.get(ours.dtype, 1e-3):
+        if not negligible and error > max(_TOLERANCE.get(dtype, 1e-3) for dtype in (ours.dtype, computed_in)):
             return f"its numbers are off by {error:.1%}"
     return None
 

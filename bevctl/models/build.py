@@ -19,6 +19,7 @@ from bevctl.models.image_backbone import OWN, build_image_backbone
 from bevctl.models.image_input import ImageInput
 from bevctl.models.lidar import VoxelLidarEncoder
 from bevctl.models.map_head import MapHead
+from bevctl.models.mmdet3d import build_mmdet3d
 from bevctl.models.neck import GeneralizedLSSFPN
 from bevctl.models.network import Network
 from bevctl.models.transfusion import TransFusionHead
@@ -45,6 +46,7 @@ _STATIC_PARTS = {
         "encoders.camera.vtransform.dtransform": "camera",
         "encoders.camera.vtransform.depthnet": "camera",
         "encoders.camera.vtransform.downsample": "camera",
+        "encoders.lidar.backbone": "lidar",
         "fuser": "",
         "decoder": "",
         "heads.object": "",
@@ -57,25 +59,29 @@ _STATIC_PARTS = {
         "heads.object": "decoder",
         "heads.map": "decoder",
     },
+    "mmdet3d": {},
 }
 """Of each family the modules whose tensors have the same shapes in every step, and the checkpointing that recomputes
 them from outside, or what is random inside them: no recording can hold the random states that are put back."""
+_ALL_KERNELS = ("encoders.lidar.backbone",)
 _RECOMPUTES_INSIDE = {"encoders.camera.backbone": "camera", "decoder": "decoder"}
 _POINT_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
 
-def static_parts(model: ModelConfig, recomputing: bool = True) -> list[str]:
+def static_parts(model: ModelConfig, for_compiler: bool = False) -> list[str]:
     """Names of modules that can be replaced as a whole: shapes never change, and nothing around them runs them twice.
 
-    Without `recomputing`, modules that recompute their own activations are left out too.
+    What a compiler has no use for is left out if asked: modules that recompute their own activations, and those that
+    are kernels of our own throughout.
     """
-    recomputing_inside = set(_RECOMPUTES_INSIDE) if not recomputing else set()
+    recomputing_inside = set(_RECOMPUTES_INSIDE) if for_compiler else set()
     if model.camera is not None and model.camera.backbone not in OWN:  # a timm model may be random
         recomputing_inside.add("encoders.camera.backbone")
     names = [
         name
         for name, outside in _STATIC_PARTS[model.type].items()
         if outside not in model.checkpointing
+        and not (for_compiler and name in _ALL_KERNELS)
         and not (name in recomputing_inside and _RECOMPUTES_INSIDE[name] in model.checkpointing)
     ]
     decoders = [f"decoder.{task}" for task in decoder_tasks(model)]
@@ -121,15 +127,26 @@ def build_bevfusion(config: Config) -> BEVFusion:
     return network
 
 
-MODELS: dict[str, Callable[[Config], Network]] = {"bevfusion": build_bevfusion, "petrv2": build_petrv2}
+MODELS: dict[str, Callable[[Config], Network]] = {
+    "bevfusion": build_bevfusion,
+    "petrv2": build_petrv2,
+    "mmdet3d": build_mmdet3d,
+}
+
+
+def parts_of(model: nn.Module) -> list[str]:
+    """Names of the parts of a model: ours, or the children with parameters of a model that came from elsewhere."""
+    present = dict(model.named_modules())
+    children = [name for name, child in model.named_children() if next(child.parameters(), None) is not None]
+    return [part for part in PARTS if part in present] or children
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, int]:
     """Number of trainable parameters of each part that the model has, by the prefix of its names."""
-    counts = dict.fromkeys(PARTS, 0)
+    counts = dict.fromkeys(parts_of(model), 0)
     for name, parameter in model.named_parameters():
-        part = next(part for part in PARTS if name.startswith(part + "."))
-        counts[part] += parameter.numel() if parameter.requires_grad else 0
+        part = next((part for part in counts if name.startswith(part + ".")), name)
+        counts[part] = counts.get(part, 0) + (parameter.numel() if parameter.requires_grad else 0)
     return {part: count for part, count in counts.items() if count}
 
 

@@ -149,7 +149,7 @@ def test_a_compiled_model_learns_the_same(checkpointing: tuple[str, ...]) -> Non
         model = build_model(config).train()
         reports: list[str] = []
         if backend is not None:
-            found = compile_parts(model, static_parts(config.model, recomputing=False), reports.append, backend)
+            found = compile_parts(model, static_parts(config.model, for_compiler=True), reports.append, backend)
             assert ("encoders.camera.backbone" in found) == (not checkpointing)
             assert {"encoders.camera.neck", "fuser"} <= set(found)
         torch.manual_seed(1)
