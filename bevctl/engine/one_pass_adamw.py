@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +48,7 @@ class OnePassAdamW:
             self._layout = _Layout.of(self._optimizer, self._parameters)
         gradients = [p.grad for p in self._parameters]
         if self._layout is None or any(
-            g is not None and g.stride() != s for g, s in zip(gradients, self._strides, strict=True)
+            g is not None and not _in_order(g, strides) for g, strides in zip(gradients, self._strides, strict=True)
         ):
             return False
         addresses = [0 if g is None else g.data_ptr() for g in gradients]
@@ -101,7 +102,15 @@ def _lie_alike(parameter: nn.Parameter, state: dict[str, Any] | None) -> bool:
     if not state or parameter.dtype != torch.float32 or state["step"].is_cuda != parameter.is_cuda:
         return False
     averages = state["exp_avg"], state["exp_avg_sq"]
-    return all(a.dtype == torch.float32 and a.stride() == parameter.stride() for a in averages)
+    return all(a.dtype == torch.float32 and _in_order(a, parameter.stride()) for a in averages)
+
+
+def _in_order(tensor: Tensor, strides: Sequence[int]) -> bool:
+    """Whether elements follow each other as with `strides`; that of an axis of length 1 moves nothing."""
+    own = tensor.stride()
+    return own == strides or all(
+        length == 1 or stride == other for length, stride, other in zip(tensor.shape, own, strides, strict=True)
+    )
 
 
 @dataclass(frozen=True)

@@ -141,6 +141,23 @@ def test_a_parameter_without_a_gradient_stays() -> None:
         torch.testing.assert_close(a, b, rtol=RELATIVE, atol=ABSOLUTE)
 
 
+def test_strides_of_axes_of_length_one_are_nobodys_business() -> None:
+    """A 1×1 kernel's gradient comes as channels-last: other strides, the same order."""
+    model = nn.Module()
+    model.kernel = nn.Parameter(torch.randn(6, 4, 1, 1, device=DEVICE))
+    optimizer = build_optimizer(model, OPTIM, OPTIM.lr)
+    kernels = OnePassAdamW(optimizer)
+    gradient = torch.randn(6, 4, 1, 1, device=DEVICE)
+    model.kernel.grad = gradient
+    optimizer.step()
+    model.kernel.grad = gradient.as_strided(gradient.shape, (4, 1, 4, 4))
+    assert model.kernel.grad.stride() != model.kernel.stride()
+    assert kernels.prepare()
+    torch.testing.assert_close(kernels.norms(_scalar(1.0)), gradient.norm()[None])
+    model.kernel.grad = gradient.view(4, 6).T.unflatten(1, (4, 1, 1))
+    assert not kernels.prepare(), "another order"
+
+
 def test_what_it_cannot_do_it_says() -> None:
     model = _Model().to(DEVICE)
     optimizer = build_optimizer(model, OPTIM, OPTIM.lr)
