@@ -34,7 +34,7 @@ from bevctl.measure.timing import (
     loss_of,
     step_seconds,
 )
-from bevctl.models.build import PARTS
+from bevctl.models.build import parts_of
 from bevctl.ops import backend
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
@@ -119,8 +119,9 @@ def _measure(
     batch = config.train.batch
     try:
         with algorithms(config.train.deterministic), float32_products(tf32=name == "tf32"):
-            step = build_step(config, "fp32" if name == "tf32" else name, device, tell)
-            return dataclasses.replace(_measure_step(step, batches, steps), precision=name, batch=batch)
+            # Nothing here holds the step: its memory must be free again before the next measurement.
+            result = _measure_step(build_step(config, "fp32" if name == "tf32" else name, device, tell), batches, steps)
+            return dataclasses.replace(result, precision=name, batch=batch)
     except torch.cuda.OutOfMemoryError as error:
         return Result(name, batch, error=f"GPU memory ran out in {name}: {str(error).split('. ')[0]}.")
     finally:
@@ -162,8 +163,7 @@ def _measure_step(step: TrainStep, batches: Sequence[AnyBatch], steps: int) -> R
 def _clocked(step: TrainStep, batches: Sequence[AnyBatch], steps: int, idle: bool = False) -> PartClock:
     """A clock that has seen `steps` steps, each begun on an idle device if asked for."""
     model = step.state.model
-    present = dict(model.named_modules())
-    clock = PartClock(model, [part for part in PARTS if part in present], step.device)
+    clock = PartClock(model, parts_of(model), step.device)
     with clock.attached():
         for number, batch in enumerate(itertools.islice(itertools.cycle(batches), steps)):
             if idle:

@@ -161,8 +161,12 @@ def test_gradients_equal_the_cpus(checkpointing: bool) -> None:
             p.grad.cpu().clone() for p in model.parameters() if p.grad is not None
         ]  # model.to() moves p.grad itself
 
-    for on_cpu, on_gpu in zip(gradients("cpu"), gradients("cuda"), strict=True):
-        torch.testing.assert_close(on_gpu, on_cpu, rtol=1e-3, atol=1e-4 * float(on_cpu.abs().max()))
+    pairs = list(zip(gradients("cpu"), gradients("cuda"), strict=True))
+    largest = max(float(on_cpu.abs().max()) for on_cpu, _ in pairs)
+    for on_cpu, on_gpu in pairs:
+        # That of a key's bias is a sum that cancels: what is left of it is rounding of larger ones.
+        allowed = max(1e-4 * float(on_cpu.abs().max()), 1e-6 * largest)
+        torch.testing.assert_close(on_gpu, on_cpu, rtol=1e-3, atol=allowed)
 
 
 @pytest.mark.gpu
