@@ -55,6 +55,7 @@ class RecordedForward(StandIn):
 
     def __init__(self, name: str, module: nn.Module, report: Report) -> None:
         super().__init__(name, module, report)
+        self._inside = list(module.modules())
         self.recording: Recording | None = None
         self._setting: tuple[Any, ...] = ()
         self._others: list[Form] = []
@@ -77,7 +78,7 @@ class RecordedForward(StandIn):
 
     def _current_setting(self) -> tuple[Any, ...]:
         """What the recorded kernels depend on, beside the inputs: number formats, modes and wrappers of submodules."""
-        modules = [vars(module) for module in self._modules]
+        modules = [vars(module) for module in self._inside]
         wrapped, training = sum("forward" in m for m in modules), sum(m["training"] for m in modules)
         return wrapped, training, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
 
