@@ -1,4 +1,4 @@
-"""`bevctl memory`: the GPU memory that training takes, predicted without a GPU, and the settings that fit."""
+"""`bevctl memory`: the GPU memory that training takes, predicted or measured, and the settings that fit."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bevctl.cli.options import ConfigCommand, ConfigRequest, config_option, config_options, json_option
-from bevctl.console import Console, table
-from bevctl.errors import BevctlError, ExitCode
+from bevctl.console import Console
+from bevctl.errors import BevctlError, ExitCode, did_you_mean
 from bevctl.sizes import format_gib, parse_size
 
 if TYPE_CHECKING:
     from bevctl.config.schema import Config
-    from bevctl.measure.memory import Need
-    from bevctl.measure.memory_inputs import Sizes
     from bevctl.measure.memory_plans import Plan
-    from bevctl.measure.parameters import ParameterCounts
+    from bevctl.measure.memory_report import MemoryReport
+    from bevctl.measure.step_times import StepTimes
 
 _USABLE = 0.985
 """Share of the GiB on a card's label that programs can use: a V100 of "32 GB" has 31.7 GiB of the 32."""
@@ -40,113 +39,134 @@ class CardSize(click.ParamType):
 
 @click.command("memory", cls=ConfigCommand)
 @config_options
-@config_option("--batch", key="train.batch", type=click.IntRange(1), metavar="N", help="Samples a step.")
+@config_option("--batch", key="train.batch", type=click.IntRange(1), metavar="N", help="Samples a GPU and step.")
+@click.option("--measure", "measuring", is_flag=True, help="Train a few steps on this GPU, and compare.")
+@click.option("--gpus", type=click.IntRange(1), default=1, metavar="N", help="GPUs of the run; default: 1.")
 @click.option("--fit", type=CardSize(), metavar="SIZE", help="Choose the plan for a card of this size, such as 32GB.")
+@click.option("--plan", metavar="NAME", help="Choose a plan by its name or its letter: A, B, C.")
 @click.option(
     "--write",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="With --fit: write the chosen plan, for train --set FILE.",
+    help="With --fit or --plan: write the chosen plan, for train --set FILE.",
 )
+@click.option(
+    "--step-time", type=click.FloatRange(0, min_open=True), metavar="S", help="Seconds of a step as CONFIG is."
+)
+@click.option(
+    "--times",
+    type=click.Path(exists=True, path_type=Path),
+    metavar="FILE|RUN",
+    help="Take step times from a `bench --json` document, or from a run's log.",
+)
+@click.option("--price", type=click.FloatRange(0), metavar="X", help="Of a GPU for an hour, for the cost of plans.")
 @json_option
 @click.pass_obj
-def command(console: Console, request: ConfigRequest, fit: int | None, write: Path | None) -> int:
-    """Predict the GPU memory of training CONFIG by part, and of other precisions, batches and checkpointing.
+def command(
+    console: Console,
+    request: ConfigRequest,
+    measuring: bool,
+    gpus: int,
+    fit: int | None,
+    plan: str | None,
+    write: Path | None,
+    step_time: float | None,
+    times: Path | None,
+    price: float | None,
+) -> int:
+    """Predict the GPU memory of training CONFIG by part, and of plans: precision, batch, recomputing.
 
     Needs no GPU. Sizes of point clouds are from the config's data set, or from streets made in memory without one.
+    Plans have times where one is known: from --measure, --step-time or --times, scaled to the other plans.
     """
-    if write is not None and fit is None:
+    if write is not None and fit is None and plan is None:
         raise BevctlError(
-            "--write needs to know which plan to write.", "Add --fit with the card's size, as --fit 32GB."
+            "--write needs to know which plan to write.", "Add --fit with the card's size, as --fit 32GB, or --plan A."
         )
+    if step_time is not None and times is not None:
+        raise BevctlError("--step-time and --times contradict each other.", "Give one of them.")
     config = request.load().config
 
-    from bevctl.measure.memory import BASIS, Predictor
-    from bevctl.measure.memory_inputs import sample_sizes
-    from bevctl.measure.memory_plans import best_fit, plans
-    from bevctl.measure.parameters import count_parameters
+    from bevctl.engine.dist import select_device
+    from bevctl.measure.memory import BASIS
+    from bevctl.measure.memory_report import examine, measure
+    from bevctl.measure.memory_text import tables
 
-    counts = count_parameters(config)
-    console.info("Looking at samples, tracing steps of one and two of them")
-    sizes = sample_sizes(config)
-    precision = "fp16" if config.precision.dtype == "auto" else config.precision.dtype
-    setting = (precision, config.train.batch, config.model.checkpointing)
-    predictor = Predictor(config, sizes.typical)
-    need = predictor.need(*setting)
-    by_size = {"p50": need}
-    if sizes.largest != sizes.typical:
-        by_size |= {"p95": Predictor(config, sizes.p95).need(*setting)}
-        by_size |= {"max": Predictor(config, sizes.largest).need(*setting)}
-    candidates = plans(config, predictor)
-    chosen = best_fit(candidates, fit) if fit is not None else None
-    _show(console, config, precision, counts, need, by_size, candidates)
-    console.info(f"{BASIS} Samples: {_describe(sizes)}.")
-    console.document("memory", _document(counts, need, by_size, candidates, chosen, sizes, BASIS))
-    return ExitCode.OK if fit is None else _choose(console, chosen, fit, write)
+    compared = measure(config, select_device(config.device), console.info) if measuring else None
+    seconds = compared.measured.step_s if compared is not None else step_time
+    known = _times(console, config, seconds, times)
+    report = dataclasses.replace(examine(config, known, gpus, price, fit, console.info), comparison=compared)
+    for shown in tables(report):
+        console.result(shown)
+    console.info(f"{BASIS} Samples: {_describe(report)}.")
+    if seconds is not None or times is not None:
+        console.info("Times are those of training alone; ~ marks what is scaled from a measured setting.")
+    chosen = _named(report, plan) if plan is not None else report.chosen
+    console.document("memory", report.document() | {"chosen": chosen.document() if chosen is not None else None})
+    return ExitCode.OK if fit is None and plan is None else _choose(console, report, chosen, write)
 
 
-def _show(
-    console: Console,
-    config: Config,
-    precision: str,
-    counts: ParameterCounts,
-    need: Need,
-    by_size: dict[str, Need],
-    candidates: list[Plan],
-) -> None:
-    rows = [*counts.by_part.items(), ("total", counts.trainable)]
-    console.result(table(["part", "trainable parameters"], rows, title=config.name))
-    title = f"GPU memory at the peak, {precision.upper()}, batch {config.train.batch}, predicted"
-    console.result(table(["what", "memory"], [(k, format_gib(v)) for k, v in need.components.items()], title=title))
-    columns = ["samples", "allocated (tensors, graphs)", "reserved (torch)", "device (nvidia-smi)"]
-    peaks = [(name, *map(format_gib, (n.allocated, n.reserved, n.device))) for name, n in by_size.items()]
-    console.result(table(columns, peaks))
-    plan_rows = [
-        (p.name, p.batch, format_gib(p.allocated), format_gib(p.device), f"{p.lr:g}", p.risk) for p in candidates
-    ]
-    console.result(table(["plan", "batch", "allocated", "nvidia-smi", "lr", "mind"], plan_rows, title="Plans"))
+def _times(console: Console, config: Config, seconds: float | None, source: Path | None) -> StepTimes:
+    """What is known of the time of steps."""
+    from bevctl.measure.memory_report import own_setting
+    from bevctl.measure.step_times import StepTimes, read_times
+
+    if seconds is not None:
+        precision = "fp16" if config.precision.dtype == "auto" else config.precision.dtype
+        return StepTimes({own_setting(config, precision): seconds})
+    if source is None:
+        return StepTimes({})
+    if source.is_file() and source.suffix == ".json":
+        return read_times(source)
+    return _times_of_run(console, source)
 
 
-def _describe(sizes: Sizes) -> str:
+def _times_of_run(console: Console, path: Path) -> StepTimes:
+    """The median iteration of a run of any project, with the setting that its log tells."""
+    from bevctl.diagnose.setting import setting_of
+    from bevctl.measure.step_times import StepSetting, StepTimes
+    from bevctl.runs.source import open_source
+
+    log = open_source(path).read()
+    setting = setting_of(log, None)
+    metric = log.metrics.get("iter_time_s")
+    median = metric.p50 if metric is not None else None
+    if median is None or setting.precision is None or setting.batch is None:
+        told = "no iteration times" if median is None else "not with which precision and batch it trains"
+        raise BevctlError(f"{path} tells {told}.", "Give --step-time with the seconds of a step as CONFIG is.")
+    # An iteration of other projects is one batch, ours an optimizer step.
+    seconds = median / (setting.accumulate if log.format == "bevctl" else 1)
+    console.info(f"{path}: {seconds:.3g} s a batch of {setting.batch} in {setting.precision.upper()}")
+    return StepTimes({StepSetting(setting.precision, setting.batch, bool(setting.checkpointing)): seconds})
+
+
+def _describe(report: MemoryReport) -> str:
+    sizes = report.sizes
     where = "made in memory" if sizes.source == "synthetic" else f"from {sizes.source}"
     voxels = f", {sizes.typical.sites[0]:,} voxels" if sizes.typical.sites else ""
-    return f"{sizes.samples} {where}, typically {sizes.typical.points:,} points{voxels}"
+    epoch = "" if sizes.epoch is not None else f"; an epoch of {report.job.samples:,}, as nuScenes has, is assumed"
+    return f"{sizes.samples} {where}, typically {sizes.typical.points:,} points{voxels}{epoch}"
 
 
-def _document(
-    counts: ParameterCounts,
-    need: Need,
-    by_size: dict[str, Need],
-    candidates: list[Plan],
-    chosen: Plan | None,
-    sizes: Sizes,
-    basis: str,
-) -> dict[str, Any]:
-    return {
-        "source": "estimated",
-        "basis": basis,
-        "parameters": dataclasses.asdict(counts),
-        "components": [{"name": name, "bytes": size} for name, size in need.components.items()],
-        "peak": _peak(need),
-        "by_size": {name: _peak(found) for name, found in by_size.items()},
-        "samples": dataclasses.asdict(sizes),
-        "plans": [plan.document() for plan in candidates],
-        "fit": None if chosen is None else chosen.name,
-    }
+def _named(report: MemoryReport, wanted: str) -> Plan:
+    names = {plan.name: plan for plan in report.plans} | {p.letter: p for p in report.plans if p.letter is not None}
+    if wanted not in names:
+        raise BevctlError(f"No plan {wanted!r}.", did_you_mean(wanted, names))
+    return names[wanted]
 
 
-def _peak(need: Need) -> dict[str, int]:
-    return {"allocated_bytes": need.allocated, "reserved_bytes": need.reserved, "device_bytes": need.device}
-
-
-def _choose(console: Console, chosen: Plan | None, card: int, write: Path | None) -> int:
+def _choose(console: Console, report: MemoryReport, chosen: Plan | None, write: Path | None) -> int:
     """Says which plan fits, and writes it."""
+    from bevctl.measure.memory_text import verdict
+
     if chosen is None:
-        console.warn(f"No plan fits into {format_gib(card)} with a tenth to spare: use a smaller model or image.")
+        assert report.card is not None
+        console.warn(
+            f"No plan fits into {format_gib(report.card)} with a tenth to spare: use a smaller model or image."
+        )
         return ExitCode.FINDINGS
-    console.result(
-        f"For {format_gib(card)}: {chosen.name}, {format_gib(chosen.device)} on the device, lr {chosen.lr:g}"
-    )
+    if report.card is not None and chosen is report.chosen:
+        console.result(verdict(report, chosen))
     if write is not None:
         from bevctl.files import atomic_write_text
 
@@ -158,4 +178,4 @@ def _choose(console: Console, chosen: Plan | None, card: int, write: Path | None
 def _yaml(plan: Plan) -> str:
     import yaml
 
-    return f"# {plan.name}, chosen by `bevctl memory --fit`\n" + yaml.safe_dump(plan.settings(), sort_keys=False)
+    return f"# {plan.name}, written by `bevctl memory`\n" + yaml.safe_dump(plan.settings(), sort_keys=False)

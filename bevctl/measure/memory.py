@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from bevctl.config.schema import Config
 from bevctl.errors import BevctlError, ExitCode
+from bevctl.measure.memory_places import GRADIENTS
 from bevctl.measure.memory_trace import SampleSize, StepMemory, trace_step
 
 WORKSPACE_SHARE = 0.12
@@ -27,6 +28,9 @@ BASIS = (
     "FP32, checkpointing, other batches, the map head and other cards have not been compared with a measurement."
 )
 _ADAM_COPIES = 2
+BUCKETS, NCCL, CONTEXT = "gradient buckets (DDP)", "NCCL", "CUDA context"
+NCCL_BYTES = 300 * 2**20
+"""Bytes of NCCL's channels and kernels, outside torch's allocator; not measured, what is usual on one machine."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Need:
     """Bytes at the peak of a step, and what they consist of."""
 
     components: dict[str, int]
-    """Their sum is `allocated`, and with the CUDA context, the last one, and the unused `device`."""
+    """Those inside of torch add up to `allocated`; CONTEXT and NCCL lie beside it."""
     allocated: int
     """In tensors and in the pools of CUDA graphs; torch.cuda.max_memory_allocated leaves the pools out."""
     reserved: int
@@ -43,19 +47,29 @@ class Need:
     """What nvidia-smi shows for the process."""
 
 
-def need_of(config: Config, step: StepMemory) -> Need:
-    """A traced step with the optimizer and with what no trace sees."""
+def need_of(config: Config, step: StepMemory, gpus: int = 1) -> Need:
+    """A traced step with the optimizer and with what no trace sees.
+
+    Args:
+        gpus: with several, gradients lie in buckets of their size, which stay.
+    """
     states = {
         "parameters": step.parameters,
         "optimizer": _ADAM_COPIES * step.learning,
         "buffers": step.buffers,
         **({"weight average": step.parameters} if config.train.ema else {}),
+        **({BUCKETS: step.learning} if gpus > 1 else {}),
     }
-    workspace = round(WORKSPACE_SHARE * step.peak)
     parts = dict(sorted(step.by_part.items(), key=lambda item: -item[1]))
-    components = {**states, **parts, "workspace": workspace, "CUDA context": CUDA_CONTEXT}
-    reserved = sum(states.values()) + step.reserved + workspace
-    return Need(components, sum(states.values()) + step.peak + workspace, reserved, reserved + CUDA_CONTEXT)
+    in_buckets = min(parts.get(GRADIENTS, 0), step.learning) if gpus > 1 else 0
+    if in_buckets:
+        parts[GRADIENTS] -= in_buckets
+    workspace = round(WORKSPACE_SHARE * step.peak)
+    outside = {CONTEXT: CUDA_CONTEXT, **({NCCL: NCCL_BYTES} if gpus > 1 else {})}
+    components = {**states, **parts, "workspace": workspace, **outside}
+    more = sum(states.values()) + workspace - in_buckets
+    reserved = more + step.reserved
+    return Need(components, more + step.peak, reserved, reserved + sum(outside.values()))
 
 
 def predict(config: Config, precision: str, sizes: Sequence[SampleSize]) -> Need:
@@ -83,10 +97,11 @@ class Predictor:
 
     Args:
         size: of every sample.
+        gpus: over which a batch of each is averaged.
     """
 
-    def __init__(self, config: Config, size: SampleSize) -> None:
-        self._config, self._size = config, size
+    def __init__(self, config: Config, size: SampleSize, gpus: int = 1) -> None:
+        self._config, self._size, self._gpus = config, size, gpus
         self._known: dict[tuple[str, tuple[str, ...], int], StepMemory] = {}
 
     def need(self, precision: str, batch: int, checkpointing: tuple[str, ...]) -> Need:
@@ -98,7 +113,7 @@ class Predictor:
         model = dataclasses.replace(self._config.model, checkpointing=checkpointing)
         config = dataclasses.replace(self._config, model=model)
         one, two = (self._step(config, "fp16" if precision == "bf16" else precision, count) for count in (1, 2))
-        return need_of(config, _extrapolated(one, two, batch))
+        return need_of(config, _extrapolated(one, two, batch), self._gpus)
 
     def _step(self, config: Config, precision: str, batch: int) -> StepMemory:
         key = (precision, config.model.checkpointing, batch)

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bevctl.batch import Batch
+from bevctl.batch import AnyBatch, Batch
 from bevctl.config.schema import Config
-from bevctl.data.nuscenes import NuScenesDataset
+from bevctl.data.loader import Samples
 from bevctl.data.sample import Sample
+from bevctl.data.split import open_split
 from bevctl.data.synth.street import street_sample
 from bevctl.data.transforms import build_transforms
 from bevctl.measure.memory_trace import SampleSize
@@ -39,6 +40,8 @@ class Sizes:
     each: tuple[SampleSize, ...]
     source: str
     """The info file, or "synthetic"."""
+    epoch: int | None = None
+    """Samples of an epoch; None without a data set."""
 
     @property
     def samples(self) -> int:
@@ -54,9 +57,10 @@ def sample_sizes(config: Config) -> Sizes:
     """
     blind = dataclasses.replace(config, model=dataclasses.replace(config.model, camera=None, map=None))
     info = Path(config.data.root) / config.data.info_train
-    found = [_size(config, sample) for sample in (_stored(blind) if info.is_file() else ())]
-    source = str(info) if found else "synthetic"
-    return sizes_of(found or [_size(config, sample) for sample in _streets(blind)], source)
+    dataset = open_split(blind, "train") if info.is_file() else None
+    found = [_size(config, sample) for sample in (_stored(dataset) if dataset is not None else ())]
+    sizes = sizes_of(found or [_size(config, s) for s in _streets(blind)], str(info) if found else "synthetic")
+    return dataclasses.replace(sizes, epoch=len(dataset) if dataset is not None else None)
 
 
 def sizes_of(found: Sequence[SampleSize], source: str) -> Sizes:
@@ -65,10 +69,9 @@ def sizes_of(found: Sequence[SampleSize], source: str) -> Sizes:
     return Sizes(typical, p95, p99, largest, tuple(found), source)
 
 
-def _stored(config: Config) -> Iterator[Sample]:
-    dataset = NuScenesDataset(config, "train")
+def _stored(dataset: Samples) -> Iterator[Sample]:
     for index in np.linspace(0, len(dataset) - 1, min(_SAMPLES, len(dataset))).astype(int):
-        sample = dataset[int(index)].sample
+        sample = dataset[0, int(index)].sample
         if sample is not None:
             yield sample
 
@@ -90,8 +93,10 @@ def _size(config: Config, sample: Sample) -> SampleSize:
     return SampleSize(points, sites, len(sample.boxes))
 
 
-def batch_sizes(config: Config, batch: Batch) -> list[SampleSize]:
+def batch_sizes(config: Config, batch: AnyBatch) -> list[SampleSize]:
     """Of each sample of a batch."""
+    if not isinstance(batch, Batch):
+        return [SampleSize(points=0, sites=())] * batch.size
     clouds = batch.points if batch.points is not None else [None] * batch.size
     return [
         SampleSize(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bevctl.batch import Batch
+from bevctl.batch import AnyBatch
 from bevctl.config.schema import Config
 from bevctl.engine.cuda_graphs import recordings
 from bevctl.engine.run import algorithms
@@ -46,7 +46,7 @@ class Measured:
 
 
 def measure_memory(
-    config: Config, precision: str, batches: Sequence[Batch], device: torch.device, steps: int, report: Report
+    config: Config, precision: str, batches: Sequence[AnyBatch], device: torch.device, steps: int, report: Report
 ) -> Measured:
     """Trains for a few steps as `config` says in `precision` (fp16, bf16 or fp32), and looks at the allocator.
 
@@ -77,7 +77,7 @@ def measure_memory(
     return Measured(components, recorded, allocated, reserved, total - free, start_reserved, statistics.median(seconds))
 
 
-def _components(step: TrainStep, batches: Sequence[Batch]) -> dict[str, int]:
+def _components(step: TrainStep, batches: Sequence[AnyBatch]) -> dict[str, int]:
     """What the peak of a step with each of `batches` consists of: states, recordings, and tensors by part."""
     states = _states(step)
     recorded: Counter[str] = Counter()
@@ -110,7 +110,7 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         yield from (value for value in state.values() if isinstance(value, Tensor) and value.is_cuda)
 
 
-def _alive(step: TrainStep, batches: Sequence[Batch], outside: int) -> Counter[str]:
+def _alive(step: TrainStep, batches: Sequence[AnyBatch], outside: int) -> Counter[str]:
     """Tensors at the peak, by the part that made them, without `outside` bytes that are known otherwise."""
     timeline = Timeline()
     watch(step.state.model, timeline, ())

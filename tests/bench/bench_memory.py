@@ -29,11 +29,12 @@ from bevctl.config.rules import PARTS
 from bevctl.config.schema import Config
 from bevctl.data.loader import collate
 from bevctl.measure.bench_inputs import street_item
-from bevctl.measure.memory import Need, Predictor, predict
+from bevctl.measure.memory import Need, predict
 from bevctl.measure.memory_inputs import batch_sizes, sizes_of
 from bevctl.measure.memory_measured import Measured, measure_memory
-from bevctl.measure.memory_plans import MARGIN, best_fit, plans
+from bevctl.measure.memory_plans import MARGIN, Job, Planner, best_fit
 from bevctl.measure.memory_trace import SampleSize
+from bevctl.measure.step_times import StepTimes
 
 Row = tuple[str, int, bool]
 ROWS: tuple[Row, ...] = (
@@ -67,10 +68,10 @@ def predicted(config: Config, row: Row, sizes: list[SampleSize]) -> Need:
     return predict(setting(config, row), row[0], sizes)
 
 
-def chosen(config: Config, size: SampleSize, card: int) -> dict[str, Any] | None:
+def chosen(config: Config, sizes: list[SampleSize], card: int) -> dict[str, Any] | None:
     """The plan for a card of so many bytes."""
-    plan = best_fit(plans(config, Predictor(config, size)), card)
-    return None if plan is None else {**plan.document(), "checkpointing": list(plan.checkpointing)}
+    plan = best_fit(Planner(config, sizes_of(sizes, ""), StepTimes({}), Job(1), card).plans(), card)
+    return None if plan is None else dict(plan.document())
 
 
 def sized_item(config: Config, seed: int) -> tuple[Any, SampleSize]:
@@ -107,7 +108,7 @@ def under_cap(config: Config, plan: dict[str, Any], card: int, items: list[Any],
         result = measured(config, row, repeated)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    return {"card": card, "plan": plan["name"], "predicted_device": plan["device_bytes"], **result}
+    return {"card": card, "plan": plan["name"], "predicted_device": plan["device_bytes_p99"], **result}
 
 
 def compare(document: dict[str, Any]) -> int:
@@ -172,8 +173,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         )
         document["sizes"] = [dataclasses.asdict(size) for size in sizes]
         needs = {name_of(row): pool.submit(predicted, config, row, sizes[: row[1]]) for row in rows}
-        largest = sizes_of(sizes, "").largest
-        fits = {card: pool.submit(chosen, config, largest, round(gb * 2**30 * USABLE)) for card, gb in CARDS.items()}
+        fits = {card: pool.submit(chosen, config, sizes, round(gb * 2**30 * USABLE)) for card, gb in CARDS.items()}
         for row in rows:
             document["rows"].append(measured(config, row, items))
             print(name_of(row), document["rows"][-1].get("error", "measured"), flush=True)

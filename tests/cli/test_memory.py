@@ -10,6 +10,8 @@ import pytest
 from bevctl.config.load import load
 from bevctl.measure.parameters import count_parameters
 from tests.conftest import Outcome
+from tests.diagnose.cases import CRASHING_FP16, header, mmcv_config, windows
+from tests.runs.logs import write
 
 Invoke = Callable[..., Outcome]
 
@@ -40,22 +42,43 @@ LIDAR_ONLY = ("tiny", "--set", "model.camera=null", "--set", "model.map=null")
 
 def test_the_document_adds_up_and_the_plan_can_be_trained(invoke: Invoke, tmp_path: Path) -> None:
     file = tmp_path / "plan.yaml"
-    outcome = invoke("memory", *LIDAR_ONLY, "--json", "--fit", "16GB", "--write", str(file))
+    options = ("--fit", "16GB", "--write", str(file), "--step-time", "0.5", "--gpus", "2", "--price", "3")
+    outcome = invoke("memory", *LIDAR_ONLY, "--json", *options)
     assert outcome.code == 0
     document = outcome.document
     assert (document["schema"], document["source"]) == ("bevctl.memory/1", "estimated")
     assert set(document["parameters"]["by_part"]) == {"encoders.lidar", "decoder", "heads.object"}
     sizes = {entry["name"]: entry["bytes"] for entry in document["components"]}
     peak = document["peak"]
-    assert sum(sizes.values()) == peak["allocated_bytes"] + sizes["CUDA context"]
+    assert sum(sizes.values()) == peak["allocated_bytes"] + sizes["CUDA context"] + sizes["NCCL"]
     assert peak["allocated_bytes"] < peak["reserved_bytes"] < peak["device_bytes"]
     assert 4 * document["parameters"]["trainable"] <= sizes["parameters"] < sizes["optimizer"]
+    assert list(document["by_size"]) == ["p50", "p95", "p99", "max"]
     plans = {plan["name"]: plan for plan in document["plans"]}
     assert {"fp16", "fp16_batch2", "fp32"} <= set(plans)
+    assert (plans["fp16_batch2"]["s_per_iter"], plans["fp16_batch2"]["s_per_iter_measured"]) == (0.5, True)
+    assert all(plan["cost"] > 0 and plan["finish"] for plan in plans.values())
     chosen = load("tiny", sets=(str(file),)).config
-    assert document["fit"] == "fp16_batch8"
+    assert document["fit"] == document["chosen"]["name"] == "fp16_batch8"
     assert (chosen.train.batch, chosen.precision.dtype) == (8, "fp16")
     assert chosen.optim.lr == plans["fp16_batch8"]["lr"]
+
+
+def test_a_plan_is_taken_by_its_letter_and_times_from_a_log(invoke: Invoke, tmp_path: Path) -> None:
+    log = write(tmp_path / "a.log", [*header(mmcv_config(2, more=CRASHING_FP16), "0"), *windows(30, time="0.420")])
+    file = tmp_path / "plan.yaml"
+    outcome = invoke("memory", *LIDAR_ONLY, "--plan", "A", "--write", str(file), "--times", str(log))
+    assert outcome.code == 0
+    assert "0.42 s a batch of 2 in FP16" in outcome.err
+    assert "fp16_batch4 (A)" in outcome.out
+    assert load("tiny", sets=(str(file),)).config.train.batch == 4
+    assert invoke("memory", *LIDAR_ONLY, "--plan", "fp17").code == 2
+
+
+def test_without_a_gpu_nothing_is_measured(invoke: Invoke) -> None:
+    outcome = invoke("memory", *LIDAR_ONLY, "--measure", "--device", "cpu")
+    assert (outcome.code, "No GPU to measure on" in outcome.err) == (3, True)
+    assert invoke("memory", *LIDAR_ONLY, "--times", "none.json").code == 2
 
 
 def test_a_plan_is_written_only_for_a_card(invoke: Invoke, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from bevctl.config.schema import Config
 from bevctl.measure.memory import WORKSPACE_SHARE, Predictor, need_of
 from bevctl.measure.memory_allocator import Allocator
 from bevctl.measure.memory_inputs import active_sites
-from bevctl.measure.memory_plans import Plan, best_fit
+from bevctl.measure.memory_places import GRADIENTS
 from bevctl.measure.memory_trace import SampleSize, StepMemory, trace_step
 from bevctl.measure.parameters import count_parameters
 from tests.models.nano import nano_config
@@ -116,17 +116,12 @@ def test_the_sites_of_a_cloud_are_those_of_its_encoder() -> None:
     assert all(count > 0 for count in later)
 
 
-def plan(name: str, precision: str, batch: int, checkpointing: tuple[str, ...], device: int) -> Plan:
-    return Plan(name, precision, batch, checkpointing, device, device, 1e-4, "")
-
-
-@pytest.mark.parametrize(("card", "expected"), [(100, "b"), (60, "a"), (12, "c"), (8, None)])
-def test_the_largest_half_precision_plan_that_fits_is_chosen(card: int, expected: str | None) -> None:
-    candidates = [
-        plan("a", "fp16", 1, (), 30),
-        plan("b", "fp16", 2, (), 60),
-        plan("c", "fp16", 8, ("camera",), 10),
-        plan("d", "fp32", 8, (), 20),
-    ]
-    found = best_fit(candidates, card)
-    assert (None if found is None else found.name) == expected
+def test_several_gpus_hold_their_gradients_in_buckets() -> None:
+    step = StepMemory(
+        parameters=100, learning=80, buffers=10, by_part={"decoder": 1000, GRADIENTS: 30}, pools=0, reserved=1500
+    )
+    alone, shared = need_of(without_camera(), step), need_of(without_camera(), step, gpus=2)
+    assert shared.allocated == alone.allocated + 80 - 30
+    assert shared.device - shared.reserved == alone.device - alone.reserved + shared.components["NCCL"]
+    inside = sum(size for name, size in shared.components.items() if name not in ("NCCL", "CUDA context"))
+    assert inside == shared.allocated
