@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @click.group("checkpoint")
 def command() -> None:
-    """Show, verify or convert a checkpoint of bevctl, mit-bevfusion, mmcv, mmengine or mmdet3d.
+    """Show, verify or convert a checkpoint of bevctl, mit-bevfusion, mmcv, mmengine, mmdet3d or PETR.
 
     The file is read as data: nothing that it names is ever executed.
     """
@@ -62,7 +62,13 @@ def verify(console: Console, file: Path) -> ExitCode:
 
 @command.command("convert")
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
-@click.option("--to", "layout", required=True, type=click.Choice(["bevctl", "mit", "mmdet3d"]), help="Layout to write.")
+@click.option(
+    "--to",
+    "layout",
+    required=True,
+    type=click.Choice(["bevctl", "mit", "mmdet3d", "petr"]),
+    help="Layout to write.",
+)
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="OUT", help="Default: FILE_TO.pth beside FILE."
 )
@@ -102,7 +108,7 @@ def convert(
     yes: bool,
     dry_run: bool,
 ) -> ExitCode:
-    """Write the weights of FILE for bevctl, mit-bevfusion or mmdet3d's BEVFusion.
+    """Write the weights of FILE for bevctl, mit-bevfusion, mmdet3d's BEVFusion or PETR's PETRv2.
 
     The box convention changes with the layout. For bevctl, epoch, loss scale and optimizer state are kept too.
     """

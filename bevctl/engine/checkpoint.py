@@ -24,15 +24,24 @@ from bevctl.engine.unpickle import read_pickle
 from bevctl.errors import BevctlError, ExitCode
 from bevctl.files import atomic_path
 from bevctl.models.layouts import exchange_box_convention, match_decoders, to_ours
+from bevctl.models.layouts_petr import unequal_code_weights
 from bevctl.models.layouts_swin import match_bias_tables
 
 FORMAT = "bevctl"
+_WIDTH_FIRST = ("mit", "petr")
+"""Layouts whose boxes are (w, l, h, -yaw - pi/2)."""
+_BOX_BRANCHES = ("heads.object.prediction_heads.", "heads.object.reg_branches.")
+_CONVERTED_BOXES = (
+    "Detection head converted from mit-bevfusion's boxes (w, l, h, -yaw - pi/2) to (l, w, h, yaw); if it was trained "
+    "there, its z is the top of the box: model.object.box_z=top",
+    "Detection head converted from PETR's yaw (-yaw - pi/2) to ours",
+)
+"""By whether it was PETR."""
 _NUMBERED = re.compile(r"(epoch|iter)_\d+\.pth")
 _GEOMETRY = ("dx", "bx", "nx", "frustum")
 """Entries of the view transform that follow from the config; other projects store them as frozen parameters."""
 _DERIVED = (*_GEOMETRY, "relative_position_index")
 _MAKE_ROOM = "Free some space, lower train.keep or choose another --work-dir, then continue with --resume auto."
-_NO_PETR = "It is a checkpoint of PETR or PETRv2, and bevctl has no such model."
 
 
 @dataclass(frozen=True)
@@ -203,9 +212,7 @@ def load_state(model: nn.Module, checkpoint: Checkpoint, boxes: str = "auto") ->
     if not fitting:
         raise BevctlError(
             f"Not one of the {len(state)} entries of {checkpoint.path} fits this model (layout: {layout}).",
-            _NO_PETR
-            if layout == "petr"
-            else f"The file has {by_prefix(state)}; the model has {by_prefix(ours)}. Choose the matching CONFIG.",
+            f"The file has {by_prefix(state)}; the model has {by_prefix(ours)}. Choose the matching CONFIG.",
         )
     model.load_state_dict(fitting, strict=False)
     geometry = (key for key in sorted(derived & state.keys()) if key.rpartition(".")[2] in _GEOMETRY)
@@ -239,21 +246,29 @@ def is_derived(key: str) -> bool:
 def to_our_layout(checkpoint: Checkpoint, boxes: str = "auto") -> tuple[dict[str, Tensor], str, list[str]]:
     """A checkpoint's state under our names and conventions, the layout it had, and what to say about that.
 
-    `boxes` is the convention of its detection head: lwh (ours), wlh (mit-bevfusion's), or auto, which is wlh for files
-    in mit-bevfusion's layout that bevctl did not write.
+    `boxes` is the convention of its detection head: lwh (ours), wlh (mit-bevfusion's and PETR's), or auto, which is wlh
+    for files in their layouts that bevctl did not write.
+
+    Raises BevctlError for PETR's layout with lwh, and where entries differ that are one.
     """
     if checkpoint.origin == "bevctl":
         state, layout = checkpoint.state_dict, "bevctl"
     else:
         state, layout = to_ours(checkpoint.state_dict)
-    is_legacy = layout == "mit" if boxes == "auto" else boxes == "wlh"
-    notes = []
-    if is_legacy and any(key.startswith("heads.object.prediction_heads.") for key in state):
-        state = exchange_box_convention(state)
-        notes.append(
-            "Detection head converted from mit-bevfusion's boxes (w, l, h, -yaw - pi/2) to (l, w, h, yaw); if it was "
-            "trained there, its z is the top of the box: model.object.box_z=top"
+    if layout == "petr" and boxes == "lwh":
+        raise BevctlError(
+            f"{checkpoint.path} is in PETR's layout, where width and length come from branches of their own, so that "
+            "weights that learned them the other way round cannot be converted.",
+            "If it was trained with boxes as w, l, h, -yaw - pi/2, as PETR's own files are, leave --boxes out.",
         )
+    is_legacy = layout in _WIDTH_FIRST if boxes == "auto" else boxes == "wlh"
+    notes = []
+    if is_legacy and any(key.startswith(_BOX_BRANCHES) for key in state):
+        state = exchange_box_convention(state)
+        notes.append(_CONVERTED_BOXES[layout == "petr"])
+    if layout == "petr" and (weights := unequal_code_weights(checkpoint.state_dict)):
+        listed = ", ".join(f"{weight:g}" for weight in weights)
+        notes.append(f"The file weighs the parts of a box by {listed} in its loss (code_weights), and bevctl by 1 each")
     return state, layout, notes
 
 

@@ -1,8 +1,8 @@
-"""A checkpoint written anew in the layout of bevctl, mit-bevfusion or mmdet3d."""
+"""A checkpoint written anew in the layout of bevctl, mit-bevfusion, mmdet3d or PETR."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,27 @@ from bevctl.engine.load_report import LoadReport, part_of
 from bevctl.engine.resume import foreign_parameter_states
 from bevctl.errors import BevctlError
 from bevctl.models.build import build_model
-from bevctl.models.layouts import BACKBONE, of_task, tasks, to_mit, to_mmdet3d
+from bevctl.models.layouts import BACKBONE, family, of_task, our_name, tasks, to_mit, to_mmdet3d, to_petr
 
-_EXPORTS = {"mit": to_mit, "mmdet3d": to_mmdet3d}
-_NAMES = {"mit": "mit-bevfusion", "mmdet3d": "mmdet3d"}
+
+@dataclass(frozen=True)
+class Layout:
+    """Another project's files."""
+
+    name: str
+    """The project."""
+    family: str
+    """The model family that its files hold, by its name in `model.type`."""
+    export: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+    """Our state as it names and orders it."""
+
+
+LAYOUTS = {
+    "mit": Layout("mit-bevfusion", "bevfusion", to_mit),
+    "mmdet3d": Layout("mmdet3d", "bevfusion", to_mmdet3d),
+    "petr": Layout("PETR", "petrv2", to_petr),
+}
+_FAMILIES = {"bevfusion": "BEVFusion", "petrv2": "PETRv2"}
 
 
 @dataclass(frozen=True)
@@ -31,7 +48,7 @@ class Conversion:
     layout: str
     """Layout that the file had."""
     parts: dict[str, dict[str, int]]
-    """Entries of each part by what became of them: written, reshaped (among the written), left out."""
+    """Our entries of each part by what became of them: written, reshaped (among the written), left out."""
     notes: list[str]
     report: LoadReport | None
     """How the weights fit the model of the config that was given."""
@@ -42,7 +59,7 @@ class Target:
     """What a checkpoint is to become."""
 
     layout: str
-    """bevctl, mit or mmdet3d."""
+    """bevctl, or one of `LAYOUTS`."""
     boxes: str = "auto"
     """Box convention of the file's detection head: lwh, wlh, or auto."""
     task: str | None = None
@@ -63,10 +80,12 @@ def convert_checkpoint(checkpoint: Checkpoint, target: Target) -> Conversion:
         BevctlError: unknown names, a decoder for each task where the layout has one, or weights that do not fit.
     """
     state, layout, notes = to_our_layout(checkpoint, target.boxes)
-    if layout in ("unknown", "petr"):
-        known = "bevctl, mit-bevfusion, mmdet3d (BEVFusion) and Swin backbones"
-        kind = "of PETR" if layout == "petr" else f"such as {next(iter(state))!r}"
-        raise BevctlError(f"{checkpoint.path} has names {kind}, which bevctl has no model for.", f"Known: {known}.")
+    if layout == "unknown":
+        known = "bevctl, mit-bevfusion, mmdet3d (BEVFusion), PETR, and backbones of Swin and VoVNet"
+        raise BevctlError(
+            f"{checkpoint.path} has names such as {next(iter(state))!r}, which bevctl has no model for.",
+            f"Known: {known}.",
+        )
     as_read = {id(value) for value in checkpoint.state_dict.values()}
     average = checkpoint.content.get("ema")
     if isinstance(average, Mapping):
@@ -81,14 +100,14 @@ def convert_checkpoint(checkpoint: Checkpoint, target: Target) -> Conversion:
         state = _with_derived(state, model.state_dict())
         notes += [sentence for sentence in report.sentences()[1:] if sentence not in notes]
     kept = _of_task(state, target)
-    written = _EXPORTS[target.layout](kept) if target.layout in _EXPORTS else kept
+    written = LAYOUTS[target.layout].export(kept) if target.layout in LAYOUTS else kept
     if target.layout != "bevctl":
         notes += _export_notes(checkpoint, kept, target)
-    sources = {id(value): key for key, value in kept.items()}
+    under_our_names = {our_name(key, target.layout): value for key, value in written.items()}
     return Conversion(
         content=_content(checkpoint, {key: _as_stored(value) for key, value in written.items()}, target),
         layout=layout,
-        parts=_by_part(state, written, sources, as_read),
+        parts=_by_part(state, under_our_names, as_read),
         notes=notes,
         report=report,
     )
@@ -105,21 +124,29 @@ def _with_derived(state: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> d
 
 def _of_task(state: Mapping[str, Tensor], target: Target) -> dict[str, Tensor]:
     """The entries to write: of one task where one is asked for, or where the layout knows no other."""
+    layout, kind = LAYOUTS.get(target.layout), family(state)
+    if layout is not None and kind not in ("", layout.family):
+        others = " or ".join(key for key, other in LAYOUTS.items() if other.family == kind)
+        raise BevctlError(
+            f"The weights are those of {_FAMILIES[kind]}, and {layout.name} has no model for them.",
+            f"Write them with --to {others} or bevctl.",
+        )
+    heads = sorted({key.split(".")[1] for key in state if key.startswith("heads.")})
     task = target.task
     if task is None and target.layout == "mmdet3d":
         task = "object"
-    if task is not None and not any(key.startswith(f"heads.{task}.") for key in state):
-        heads = sorted({key.split(".")[1] for key in state if key.startswith("heads.")})
-        if target.task is not None or heads:
-            raise BevctlError(
-                f"The file has no head for the task {task!r}; its heads: {', '.join(heads) or 'none'}.",
-                "mmdet3d's BEVFusion has a detection head alone." if target.task is None else "Give another --task.",
-            )
+    if task is not None and task not in heads and (target.task is not None or heads):
+        raise BevctlError(
+            f"The file has no head for the task {task!r}; its heads: {', '.join(heads) or 'none'}.",
+            "mmdet3d's BEVFusion has a detection head alone." if target.task is None else "Give another --task.",
+        )
     if task is not None:
         return of_task(state, task)
-    if target.layout == "mit" and tasks(state):
+    several = {"mit": ("a decoder for each task", tasks(state)), "petr": ("two heads", heads[1:])}
+    what, found = several.get(target.layout, ("", []))
+    if layout is not None and found:
         raise BevctlError(
-            "The model has a decoder for each task, and one of mit-bevfusion has a single one.",
+            f"The model has {what}, and one of {layout.name} has a single one.",
             "Write each task to a file of its own: --task object, --task map.",
         )
     return dict(state)
@@ -130,7 +157,7 @@ def _export_notes(checkpoint: Checkpoint, state: Mapping[str, Tensor], target: T
     config = target.config or _own_config(checkpoint)
     notes = []
     if any(key.startswith(f"{BACKBONE}model.") for key in state):
-        notes.append(f"The image backbone is one of timm, which {_NAMES[target.layout]} has no model for")
+        notes.append(f"The image backbone is one of timm, which {LAYOUTS[target.layout].name} has no model for")
     head = config.model.object if config is not None else None
     if head is not None and head.box_z == "top" and target.layout == "mmdet3d":
         notes.append("The head predicts the top of a box, which mmdet3d takes for its centre: half a height too high")
@@ -148,17 +175,16 @@ def _as_stored(value: Tensor) -> Tensor:
 
 
 def _by_part(
-    state: Mapping[str, Tensor], written: Mapping[str, Tensor], sources: Mapping[int, str], as_read: set[int]
+    state: Mapping[str, Tensor], written: Mapping[str, Tensor], as_read: set[int]
 ) -> dict[str, dict[str, int]]:
-    """Counts of our entries by part; those in `written` have other names, and other tensors where reshaped."""
+    """Counts of the entries of `state` by part; `written` has what was written under the same names."""
     counts: dict[str, dict[str, int]] = {}
     for key in state:
-        counts.setdefault(part_of(key), {"written": 0, "reshaped": 0, "left out": 0})["left out"] += 1
-    for theirs, value in written.items():
-        part = counts[part_of(sources.get(id(value), theirs))]
-        part["written"] += 1
-        part["left out"] -= 1
-        part["reshaped"] += id(value) not in as_read
+        part = counts.setdefault(part_of(key), {"written": 0, "reshaped": 0, "left out": 0})
+        value = written.get(key)
+        part["left out"] += value is None
+        part["written"] += value is not None
+        part["reshaped"] += value is not None and id(value) not in as_read
     return counts
 
 
@@ -180,7 +206,7 @@ def _content(checkpoint: Checkpoint, state: dict[str, Tensor], target: Target) -
     meta["exported_by"] = f"bevctl {bevctl.__version__}"
     if config is not None:
         classes = list(config.data.classes)
-        meta |= {"CLASSES": classes} if target.layout == "mit" else {"dataset_meta": {"classes": classes}}
+        meta |= {"dataset_meta": {"classes": classes}} if target.layout == "mmdet3d" else {"CLASSES": classes}
     return {"meta": meta, "state_dict": state}
 
 

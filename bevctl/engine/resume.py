@@ -21,6 +21,7 @@ from bevctl.engine.load_report import LoadReport
 from bevctl.engine.optim import ParameterState, load_parameter_states, saved_parameter_states
 from bevctl.engine.precision import keep_fp32
 from bevctl.engine.scaler import LossScaler
+from bevctl.models.layouts import distinct
 
 _BUFFER_SUFFIXES = ("running_mean", "running_var", "num_batches_tracked", "relative_position_index")
 _GEOMETRY_SUFFIXES = ("dx", "bx", "nx", "frustum")
@@ -203,12 +204,12 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint)
 def foreign_parameter_states(checkpoint: Checkpoint) -> dict[str, ParameterState]:
     """AdamW states of an mmcv or mmengine file under our parameter names; empty where they cannot be assigned.
 
-    Those files number the parameters in the order of the model. That order is the state dict's without its buffers;
-    the view transform's four geometry entries are frozen parameters there (numbered, without state).
+    Those files number the parameters in the order of the model. That order is the state dict's without its buffers, a
+    shared one once; the view transform's four geometry entries are frozen parameters there (numbered, without state).
     """
     saved = checkpoint.content["optimizer"]
     indices = [index for group in saved.get("param_groups", []) for index in group.get("params", [])]
-    names = [name for name in checkpoint.state_dict if not name.endswith(_BUFFER_SUFFIXES)]
+    names = [name for name in distinct(checkpoint.state_dict) if not name.endswith(_BUFFER_SUFFIXES)]
     without_geometry = [name for name in names if name.rpartition(".")[2] not in _GEOMETRY_SUFFIXES]
     for candidate in (names, without_geometry):
         if len(candidate) == len(indices):

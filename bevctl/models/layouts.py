@@ -2,7 +2,8 @@
 
 Our names are those of mit-bevfusion, so its files need no renaming. mmdet3d ≥ 1.2 uses other prefixes and other names
 in the query decoder; spconv 2 stores sparse kernels as (out, x, y, z, in) where ours are (x, y, z, in, out); a file
-may also hold an image backbone alone, in the layout of mmdet or of the original Swin release.
+may also hold an image backbone alone, in the layout of mmdet or of the original releases of Swin and VoVNet. PETRv2's
+names are ours, and those of the PETR repository stand in `layouts_petr`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from bevctl.models import layouts_petr
 from bevctl.models.layouts_swin import swin_to_mmdet
+from bevctl.models.layouts_vovnet import from_vovnet_name, vovnet_prefix
 
 BACKBONE = "encoders.camera.backbone."
 SPARSE_ENCODER = "encoders.lidar.backbone."
@@ -26,8 +29,6 @@ OUR_ROOTS = (
     *(f"decoder.{task}." for task in TASKS),
     "heads.",
 )
-PETR_ROOTS = ("pts_bbox_head.transformer.", "pts_bbox_head.position_encoder.")
-"""Parts of PETR and PETRv2, whose other names are also mmdet3d's; there is no such model here."""
 VIEW_TRANSFORM = "encoders.camera.vtransform."
 VIEW_TRANSFORM_ORDER = ("dtransform.", "depthnet.", "downsample.")
 """Order of its modules in mit-bevfusion and mmdet3d; what comes before them is its geometry."""
@@ -60,29 +61,39 @@ MMDET3D_DECODER_LAYER = (
 def to_ours(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
     """A foreign model state under our names and kernel order, and the layout that was recognised.
 
-    The layout is "mit" (our own names), "mmdet3d", "mmdet_backbone", "swin_backbone" (both an image backbone alone,
-    given the backbone's place in our model), "petr" or "unknown" (names returned as they came). Entries that have no
-    place in our model (a detector's other parts, classification heads) are left out. Tensors are shared with `state`
-    unless reordered.
+    The layout is "mit" (our own names), "bevctl" (those of a model that only bevctl has), "mmdet3d", "petr",
+    "mmdet_backbone", "swin_backbone", "vovnet_backbone" (an image backbone alone, given the backbone's place in our
+    model) or "unknown" (names returned as they came). Entries that have no place in our model (a detector's other
+    parts, classification heads) are left out. Tensors are shared with `state` unless reordered.
+
+    Raises BevctlError where entries differ that are one.
     """
     bare = {unwrapped(key): value for key, value in state.items()}
     layout = recognise(bare)
     if layout == "mmdet3d":
         bare = {_from_mmdet3d(key): value for key, value in bare.items()}
+    elif layout == "petr":
+        bare = layouts_petr.from_petr(bare)
     elif layout == "mmdet_backbone":
         bare = {BACKBONE + key: value for key, value in _backbone_part(bare).items()}
     elif layout == "swin_backbone":
         bare = {BACKBONE + key: value for key, value in swin_to_mmdet(_backbone_part(bare)).items()}
+    elif layout == "vovnet_backbone":
+        bare = _vovnet_part(bare)
     return _sparse_kernels_xyz_in_out(bare), layout
 
 
 def recognise(names: Iterable[str]) -> str:
     """Layout of a state dict with these names (without wrapper prefixes); the values are those of `to_ours`."""
     keys = list(names)
+    if family(keys) == "petrv2":
+        return "bevctl"
     if any(key.startswith(OUR_ROOTS) for key in keys):
         return "mit"
-    if any(key.startswith(PETR_ROOTS) for key in keys):
+    if any(key.startswith(layouts_petr.ROOTS) for key in keys):
         return "petr"
+    if vovnet_prefix(keys) is not None:
+        return "vovnet_backbone"
     if any(key.startswith(theirs) for key in keys for _, theirs in MMDET3D_PREFIXES):
         return "mmdet3d"
     backbone = [key.removeprefix("backbone.") for key in keys]
@@ -91,6 +102,39 @@ def recognise(names: Iterable[str]) -> str:
     if any(key.startswith("layers.") and ".attn.qkv." in key for key in backbone):
         return "swin_backbone"
     return "unknown"
+
+
+def family(names: Iterable[str]) -> str:
+    """The model family of a state with these names of ours: petrv2 or bevfusion, empty for an image backbone alone."""
+    keys = list(names)
+    if any(key.startswith(layouts_petr.POSITION) for key in keys):
+        return "petrv2"
+    return "" if all(key.startswith(BACKBONE) for key in keys) else "bevfusion"
+
+
+def our_name(key: str, layout: str) -> str:
+    """Our name of an entry, without wrapper prefixes, of a model in the layout bevctl, mit, mmdet3d or petr."""
+    if layout == "petr":
+        return layouts_petr.from_petr_name(key)
+    return _from_mmdet3d(key) if layout == "mmdet3d" else key
+
+
+def distinct(names: Iterable[str]) -> list[str]:
+    """The names of another project's entries without those that are one with an earlier one."""
+    bare = {name: unwrapped(name) for name in names}
+    layout = recognise(bare.values())
+    first: dict[str, str] = {}
+    for name, inside in bare.items():
+        first.setdefault(our_name(inside, layout), name)
+    return list(first.values())
+
+
+def to_petr(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our state of a PETRv2 with one head as the PETR repository's tools load it: their names and boxes.
+
+    Raises ValueError for a state with both heads (see `of_task`).
+    """
+    return layouts_petr.to_petr(exchange_box_convention(state))
 
 
 def to_mit(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -201,6 +245,13 @@ def _backbone_part(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return inside or dict(state)
 
 
+def _vovnet_part(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The entries of a VoVNet under our names, from a file of the backbone or of a detector around it."""
+    prefix = vovnet_prefix(state) or ""
+    inside = ((from_vovnet_name(key.removeprefix(prefix)), value) for key, value in state.items())
+    return {BACKBONE + name: value for name, value in inside if name is not None}
+
+
 def _sparse_kernels_xyz_in_out(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Sparse kernels moved from spconv 2's (out, x, y, z, in), told by the shape of the first one."""
     first = state.get(SPARSE_ENCODER + "conv_input.0.weight")
@@ -212,18 +263,28 @@ def _sparse_kernels_xyz_in_out(state: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+_LEGACY_ROWS = (
+    (".prediction_heads.", ".dim.1.", (1, 0, 2), 1),
+    (".prediction_heads.", ".rot.1.", (1, 0), -1),
+    (".reg_branches.", ".task_heads.3.2.", (1, 0), -1),
+)
+"""Last layers that speak of sizes and yaw: parts of their names, and the order and the sign of rows elsewhere.
+
+PETR's code names width before length in both conventions.
+"""
+
+
 def exchange_box_convention(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state whose detection head predicts mit-bevfusion's boxes, made to predict ours; or the other way round.
+    """A state whose detection head predicts mit-bevfusion's and PETR's boxes, made to predict ours; or the other way
+    round.
 
     There boxes are (w, l, h) with a yaw of −yaw − π/2: the rows of width and length change places, and so do sine and
     cosine, both negated. What the height means (`model.object.box_z`) is no linear map and stays as it is.
     """
     converted = dict(state)
     for key, value in state.items():
-        if ".prediction_heads." not in key:
-            continue
-        if ".dim.1." in key:
-            converted[key] = value[torch.tensor([1, 0, 2])]
-        elif ".rot.1." in key:
-            converted[key] = -value[torch.tensor([1, 0])]
+        for head, branch, rows, sign in _LEGACY_ROWS:
+            if head in key and branch in key:
+                moved = value[torch.tensor(rows)]
+                converted[key] = -moved if sign < 0 else moved
     return converted

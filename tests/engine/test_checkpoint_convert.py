@@ -150,9 +150,8 @@ def test_two_decoders_are_written_task_by_task() -> None:
         assert {name.split(".")[1] for name in found if name.startswith("heads.")} == {task}
 
 
-@pytest.mark.parametrize("names", [["layer1.0.weight"], ["img_backbone.a", "pts_bbox_head.transformer.b"]])
-def test_what_bevctl_has_no_model_for_is_refused(names: list[str]) -> None:
-    foreign = Checkpoint(Path("x.pth"), {"state_dict": {name: torch.ones(1) for name in names}})
+def test_what_bevctl_has_no_model_for_is_refused() -> None:
+    foreign = Checkpoint(Path("x.pth"), {"state_dict": {"layer1.0.weight": torch.ones(1)}})
     with pytest.raises(BevctlError, match="no model for"):
         convert_checkpoint(foreign, Target("mit"))
 

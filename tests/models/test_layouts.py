@@ -217,17 +217,6 @@ def test_every_recorded_entry_of_mmdet3d_is_exported_in_its_order() -> None:
         assert tuple(value.shape) == ((*shape[1:], shape[0]) if is_kernel else shape), key
 
 
-@needs_keys
-@pytest.mark.parametrize("name", ["petrv2_det", "petrv2_seg"])
-def test_petr_is_not_taken_for_mmdet3ds_bevfusion(name: str) -> None:
-    state = empty_state(name)
-    converted, layout = to_ours(state)
-    assert layout == "petr"
-    assert list(converted) == list(state)
-    roots = {"img_backbone", "img_neck", "pts_bbox_head"}
-    assert {key.split(".")[0] for key in state} == roots, "the whole file is of that model"
-
-
 def test_the_map_head_has_no_place_in_mmdet3d() -> None:
     state = {"fuser.0.weight": torch.zeros(1), "heads.map.classifier.0.weight": torch.zeros(1)}
     assert list(to_mmdet3d(state)) == ["fusion_layer.0.weight"]
