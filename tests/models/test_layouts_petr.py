@@ -8,16 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from bevctl.config.schema import (
-    CameraConfig,
-    Config,
-    DataConfig,
-    MapHeadConfig,
-    ModelConfig,
-    ObjectHeadConfig,
-    PetrConfig,
-    PreviousFrameConfig,
-)
+from bevctl.config.load import load
+from bevctl.config.schema import Config
 from bevctl.errors import BevctlError
 from bevctl.models.build import build_model, trainable_parameters
 from bevctl.models.layouts import distinct, family, our_name, recognise, to_ours, to_petr
@@ -27,26 +19,15 @@ from tests.models.keys import inventory, needs_keys
 from tests.models.nano_petrv2 import nano_petrv2_config
 
 NAMES = ["petrv2_det", "petrv2_seg"]
+CONFIGS = {"petrv2_det": "petrv2", "petrv2_seg": "petrv2_seg"}
 PARAMETERS = {"petrv2_det": 85_116_740, "petrv2_seg": 84_860_739}
-
-
-def full_size_config(name: str) -> Config:
-    model = ModelConfig(
-        type="petrv2",
-        camera=CameraConfig(backbone="vovnet", norm_eval=True, view=None),
-        lidar=None,
-        petr=PetrConfig(),
-        object=ObjectHeadConfig(proposals=900) if name == "petrv2_det" else None,
-        map=MapHeadConfig() if name == "petrv2_seg" else None,
-    )
-    return Config(data=DataConfig(previous=PreviousFrameConfig(), map_classes=tuple(MAP_CLASSES.values())), model=model)
 
 
 @functools.cache
 def full_size_model(name: str) -> nn.Module:
-    """The model without storage: only names, shapes and types."""
+    """The model of the packaged config without storage: only names, shapes and types."""
     with torch.device("meta"):
-        return build_model(full_size_config(name))
+        return build_model(load(CONFIGS[name]).config)
 
 
 def recorded(name: str) -> dict[str, Tensor]:
