@@ -87,6 +87,13 @@ def synth(console: Console, directory: Path, **options: Any) -> None:
     help="Earlier LiDAR sweeps stored for each sample.",
 )
 @click.option(
+    "--camera-sweeps",
+    type=click.IntRange(min=0),
+    default=30,
+    show_default=True,
+    help="Earlier images of each camera that a sample can look back on (data.previous).",
+)
+@click.option(
     "--gt-database",
     is_flag=True,
     help="Also store the training objects with their points, for data.paste: <prefix>_gt_database_train.npz and .bin.",
@@ -105,6 +112,7 @@ def prepare_command(
     version: str | None,
     prefix: str,
     max_sweeps: int,
+    camera_sweeps: int,
     gt_database: bool,
     info_file: Path | None,
 ) -> None:
@@ -119,7 +127,8 @@ def prepare_command(
     database = None
     with _Phases(console) as phases:
         if info_file is None and version is not None:
-            written = prepare(root, version, prefix=prefix, max_sweeps=max_sweeps, progress=phases)
+            stored = {"max_sweeps": max_sweeps, "camera_sweeps": camera_sweeps}
+            written = prepare(root, version, prefix=prefix, **stored, progress=phases)
         if gt_database:
             database = _write_database(root, info_file or _training_file(written), prefix, phases)
     if written:

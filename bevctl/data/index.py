@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from bevctl.data import layout_data_list, layout_infos
+from bevctl.data import layout_data_list, layout_infos, layout_petr
 from bevctl.data.conventions import detect_convention, to_lwh
-from bevctl.data.info import IGNORED, CameraInfo, InfoFile, SampleInfo, SweepInfo
+from bevctl.data.info import IGNORED, CameraInfo, CameraSweeps, InfoFile, SampleInfo, SweepInfo
 from bevctl.data.unpickle import load_pickle
 from bevctl.errors import BevctlError, ExitCode
 
@@ -34,6 +34,7 @@ def read_info(path: str | Path, box_convention: str = "auto") -> InfoFile:
         )
     newer = "data_list" in document
     samples = _read_data_list(path, document) if newer else _read_infos(path, document)
+    camera_sweeps, samples = _read_camera_sweeps(path, document, samples)
     convention, note = _decide_convention(
         samples, box_convention, newer and not layout_data_list.is_early(document["metainfo"])
     )
@@ -46,6 +47,7 @@ def read_info(path: str | Path, box_convention: str = "auto") -> InfoFile:
         samples=_with_boxes(samples, convention),
         box_convention=convention,
         notes=(note,) if note else (),
+        camera_sweeps=camera_sweeps,
     )
 
 
@@ -76,6 +78,20 @@ def _read_all(path: Path, entries: Any, read: Callable[[Any], SampleInfo]) -> li
                 "The file is damaged or of a layout that bevctl does not know; rebuild it with `bevctl data prepare`.",
             ) from None
     return samples
+
+
+def _read_camera_sweeps(
+    path: Path, document: Mapping[str, Any], samples: list[SampleInfo]
+) -> tuple[CameraSweeps | None, list[SampleInfo]]:
+    try:
+        if "data_list" in document:
+            return layout_data_list.read_camera_sweeps(document, samples), samples
+        return layout_petr.read_camera_sweeps(document["infos"], samples)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, np.linalg.LinAlgError) as error:
+        raise BevctlError(
+            f"The camera sweeps of {path} cannot be read: {type(error).__name__}: {error}.",
+            "The file is damaged or of a layout that bevctl does not know; rebuild it with `bevctl data prepare`.",
+        ) from None
 
 
 def _decide_convention(samples: list[SampleInfo], asked: str, modern: bool) -> tuple[str, str]:

@@ -6,6 +6,7 @@ frame of the keyframe.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,33 @@ class CameraInfo:
     camera2lidar: Array
     """(4, 4) camera frame at its own time → LiDAR frame of the keyframe, ego motion in between included."""
     timestamp: float
+
+
+@dataclass(frozen=True, eq=False)
+class CameraSweeps:
+    """The images that samples look back on, each stored once however many samples do."""
+
+    cameras: tuple[str, ...]
+    """K names, one for each column of `SampleInfo.camera_sweeps`."""
+    paths: NDArray[np.bytes_]
+    """(F,)"""
+    timestamps: Array
+    """(F,)"""
+    camera2global: Array
+    """(F, 4, 4) at each image's own time."""
+    intrinsics: Array
+    """(S, 3, 3) camera frame → pixels, of each calibration."""
+    calibration: NDArray[np.int32]
+    """(F,) which of them."""
+
+    def image(self, index: int, global2lidar: Array) -> CameraInfo:
+        """An image as a keyframe whose LiDAR lies at `global2lidar` sees it."""
+        return CameraInfo(
+            path=os.fsdecode(self.paths[index]),
+            intrinsics=self.intrinsics[self.calibration[index]],
+            camera2lidar=global2lidar @ self.camera2global[index],
+            timestamp=float(self.timestamps[index]),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +94,16 @@ class SampleInfo:
     """Name of the map, as in nuScenes' `log` table."""
     attributes: tuple[str, ...] = ()
     """nuScenes attribute of each box, "" where it has none; empty where the file does not say."""
+    scene: str | None = None
+    """Token of its scene; None where the file does not say."""
+    camera_sweeps: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int32))
+    """(n, K) images of n earlier moments in the file's `CameraSweeps`, nearest in time first; -1: a camera has none."""
+
+    @property
+    def lidar2global(self) -> Array:
+        """(4, 4) at the time of the keyframe's sweep."""
+        pose: Array = self.ego2global @ self.lidar2ego
+        return pose
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +120,8 @@ class InfoFile:
     """How the file stores boxes: lwh (l, w, h, yaw) or wlh (w, l, h, -yaw - π/2)."""
     notes: tuple[str, ...] = ()
     """What was assumed in reading, one sentence each."""
+    camera_sweeps: CameraSweeps | None = None
+    """None where the file has none."""
 
 
 def box_rows(boxes: Any, velocity: Any) -> Array:

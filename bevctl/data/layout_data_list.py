@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bevctl.data.info import IGNORED, CameraInfo, SampleInfo, SweepInfo, box_rows
+from bevctl.data.info import IGNORED, CameraInfo, CameraSweeps, SampleInfo, SweepInfo, box_rows
 from bevctl.errors import BevctlError
 from bevctl.geometry import Array, invert_rigid, rigid
 
@@ -53,8 +53,43 @@ def read_sample(entry: Mapping[str, Any], names: Mapping[int, str], early: bool)
         cameras=_cameras(entry.get("images", {}), early),
         sweeps=_sweeps(entry.get("lidar_sweeps", ()), ego2global @ lidar2ego),
         location=entry.get("location"),
+        scene=entry.get("scene_token"),
+        camera_sweeps=np.asarray(entry.get("camera_sweeps", np.zeros((0, 0))), dtype=np.int32),
     )
     return _annotated(sample, entry["instances"], names) if "instances" in entry else sample
+
+
+def read_camera_sweeps(document: Mapping[str, Any], samples: Sequence[SampleInfo]) -> CameraSweeps | None:
+    """The images that `samples` look back on, which only files of `bevctl data prepare` hold.
+
+    Raises ValueError or KeyError for a table that does not fit together.
+    """
+    stored = document.get("camera_sweeps")
+    if stored is None:
+        return None
+    calibration = np.asarray(stored["calibration"], dtype=np.int32)
+    camera2ego = np.asarray(stored["cam2ego"], dtype=np.float64)
+    sweeps = CameraSweeps(
+        cameras=tuple(map(str, stored["cameras"])),
+        paths=np.asarray(stored["path"], dtype=np.bytes_),
+        timestamps=np.asarray(stored["timestamp"], dtype=np.float64),
+        camera2global=np.asarray(stored["ego2global"], dtype=np.float64) @ camera2ego[calibration],
+        intrinsics=np.asarray(stored["cam2img"], dtype=np.float64),
+        calibration=calibration,
+    )
+    check_camera_sweeps(sweeps, samples)
+    return sweeps
+
+
+def check_camera_sweeps(sweeps: CameraSweeps, samples: Sequence[SampleInfo]) -> None:
+    """Raises ValueError where a sample points at an image that is not in `sweeps`."""
+    count = len(sweeps.paths)
+    if not len(sweeps.timestamps) == len(sweeps.camera2global) == count:
+        raise ValueError("camera sweeps have paths, times and poses of different numbers")
+    for sample in samples:
+        rows = sample.camera_sweeps
+        if len(rows) and (rows.shape[1:] != (len(sweeps.cameras),) or rows.max() >= count or rows.min() < -1):
+            raise ValueError(f"sample {sample.token} names camera sweeps that are not there")
 
 
 def _cameras(images: Mapping[str, Mapping[str, Any]], early: bool) -> dict[str, CameraInfo]:

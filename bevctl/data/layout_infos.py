@@ -17,10 +17,11 @@ MICROSECONDS = 1e-6
 def format_of(document: Mapping[str, Any], convention: str) -> str:
     """mit-bevfusion and PETR leave marks of their own; the two mmdet3d layouts differ in nothing but the boxes."""
     first = document["infos"][0] if document["infos"] else {}
+    sweeps = next((entry["sweeps"] for entry in document["infos"] if entry.get("sweeps")), ())
     cameras = first.get("cams", {}).values()
     if "location" in first or "radars" in first or any("camera_intrinsics" in camera for camera in cameras):
         return "mit-bevfusion"
-    if any("data_path" not in sweep for sweep in first.get("sweeps", ())):
+    if any("data_path" not in sweep for sweep in sweeps):
         return "petr"
     return "mmdet3d-1.0" if convention == "lwh" else "mmdet3d-0.x"
 
@@ -36,6 +37,7 @@ def read_sample(entry: Mapping[str, Any]) -> SampleInfo:
         cameras={name: _camera(camera) for name, camera in entry.get("cams", {}).items()},
         sweeps=_sweeps(entry.get("sweeps", ())),
         location=entry.get("location"),
+        scene=entry.get("scene_token"),
     )
     return _annotated(sample, entry) if "gt_boxes" in entry else sample
 

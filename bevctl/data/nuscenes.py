@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,24 +13,22 @@ from numpy.typing import NDArray
 from bevctl.batch import CAMERAS
 from bevctl.config.schema import Config
 from bevctl.data.balance import balanced_positions, frames_by_class
-from bevctl.data.files import ImageArray, ImageFile, read_image_file
-from bevctl.data.index import read_info, resolve
-from bevctl.data.info import InfoFile, SampleInfo
+from bevctl.data.index import read_info
+from bevctl.data.info import CameraInfo, InfoFile, SampleInfo
 from bevctl.data.loader import collate
 from bevctl.data.maps import load_map, map_file, map_masks
 from bevctl.data.paste import paste_objects
+from bevctl.data.previous import PreviousFrames
 from bevctl.data.sample import Item, Sample, Transform
 from bevctl.data.sweeps import load_points
 from bevctl.data.transforms import build_transforms
-from bevctl.errors import BevctlError, ExitCode
-from bevctl.geometry import Array, rigid
+from bevctl.data.views import add_views, read_views
+from bevctl.errors import BevctlError
+from bevctl.geometry import Array
 
 SPLITS = ("train", "val")
 ATTEMPTS = 10
 """Samples tried in training, one in place of another, before an index is given up."""
-
-_FAR_AWAY = rigid(np.diag([1.0, -1.0, -1.0]), [0.0, 0.0, -1e4])
-"""Pose of a camera that a sample lacks: 10 km below and looking down, so that it sees no point and fills no cell."""
 
 
 class NuScenesDataset:
@@ -46,6 +45,7 @@ class NuScenesDataset:
     """
 
     collate = staticmethod(collate)
+    checkpoint_meta: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, config: Config, split: str, info: InfoFile | None = None) -> None:
         if split not in SPLITS:
@@ -62,6 +62,7 @@ class NuScenesDataset:
         self._skipped = self._find_skipped() if self.train else frozenset()
         names = [*CAMERAS, *sorted({name for sample in self.info.samples for name in sample.cameras} - set(CAMERAS))]
         self.cameras = tuple(n for n in names if any(n in sample.cameras for sample in self.info.samples))
+        self._previous = self._find_previous()
         self.locations = self._find_maps()
         self.notes = tuple(self._describe_absent())
 
@@ -131,25 +132,32 @@ class NuScenesDataset:
     def bare_sample(self, info: SampleInfo) -> Sample:
         """What the info file itself says about a sample; `steps` turn it into what the model gets."""
         boxes, labels = self._targets(info)
-        return Sample(
+        nothing = np.zeros((0, 4, 4))
+        sample = Sample(
             token=info.token,
             images=None,
             points=None,
-            intrinsics=self._intrinsics(info),
-            camera2lidar=_stack4([_camera2lidar(info, name) for name in self.cameras]),
-            times=np.array([_age(info, name) for name in self.cameras]),
-            image_aug=np.broadcast_to(np.eye(4), (len(self.cameras), 4, 4)),
+            intrinsics=nothing,
+            camera2lidar=nothing,
+            times=np.zeros(0),
+            image_aug=nothing,
             lidar_aug=np.eye(4),
             boxes=boxes,
             labels=labels,
             has_boxes=info.boxes is not None,
         )
+        return self._with_views(sample, info, info.cameras)
 
     def steps(self, info: SampleInfo, epoch: int) -> dict[str, Transform]:
         """What is done to the `bare_sample` of `info` in an epoch, by name and in order; reading comes first."""
         steps: dict[str, Transform] = {}
+        previous = self._previous
+        if previous is not None:
+            steps["choose previous frame"] = lambda sample, rng: self._with_views(
+                sample, info, previous.images(info, self.cameras, rng)
+            )
         if self.config.model.camera is not None:
-            steps["read images"] = lambda sample, _: dataclasses.replace(sample, encoded=self._read_images(info))
+            steps["read images"] = lambda sample, _: read_views(self.root, self.cameras, sample)
         if self._needs_points():
             steps["read points"] = lambda sample, rng: dataclasses.replace(sample, points=self._read_points(info, rng))
         paste = self.config.data.paste
@@ -170,24 +178,14 @@ class NuScenesDataset:
         random = self.train if choice == "auto" else choice == "random"
         return load_points(self.root, info, self.config.data.sweeps, rng if random else None)
 
-    def _read_images(self, info: SampleInfo) -> tuple[ImageArray | ImageFile, ...]:
-        present = {
-            name: read_image_file(resolve(self.root, info.cameras[name].path, name))
-            for name in self.cameras
-            if name in info.cameras
-        }
-        if not present:
-            raise BevctlError(f"sample {info.token} has no image at all", code=ExitCode.RUN_FAILED)
-        width, height = next(iter(present.values())).size
-        blank = np.zeros((height, width, 3), dtype=np.uint8)
-        return tuple(present.get(name, blank) for name in self.cameras)
+    def _with_views(self, sample: Sample, info: SampleInfo, images: Mapping[str, CameraInfo]) -> Sample:
+        return add_views(sample, tuple(images.get(name) for name in self.cameras), info.timestamp)
 
-    def _intrinsics(self, info: SampleInfo) -> Array:
-        stacked = np.broadcast_to(np.eye(4), (len(self.cameras), 4, 4)).copy()
-        for matrix, name in zip(stacked, self.cameras, strict=True):
-            if name in info.cameras:
-                matrix[:3, :3] = info.cameras[name].intrinsics
-        return stacked
+    def _find_previous(self) -> PreviousFrames | None:
+        config = self.config.data.previous
+        if config is None or self.config.model.camera is None:
+            return None
+        return PreviousFrames(self.info, config, self.train)
 
     def _targets(self, info: SampleInfo) -> tuple[Array, NDArray[np.int64]]:
         """Boxes of the trained classes with at least one LiDAR or radar point, and their labels."""
@@ -229,6 +227,8 @@ class NuScenesDataset:
                 yield f"{bare} of {total} samples have no boxes; they are left out of the detection loss."
         if self.config.model.camera is not None:
             yield from _describe_absent_cameras(samples)
+        if self._previous is not None:
+            yield from self._previous.notes()
         if self.config.model.map is not None:
             yield from self._describe_absent_maps()
 
@@ -259,19 +259,6 @@ def _describe_absent_cameras(samples: Sequence[SampleInfo]) -> Iterable[str]:
         missing = sum(name not in sample.cameras for sample in samples)
         if missing:
             yield f"{missing} of {len(samples)} samples have no {name}; the model sees nothing there."
-
-
-def _camera2lidar(info: SampleInfo, name: str) -> Array:
-    return info.cameras[name].camera2lidar if name in info.cameras else _FAR_AWAY
-
-
-def _age(info: SampleInfo, name: str) -> float:
-    """Seconds from an image to the keyframe's LiDAR sweep; 0 for a camera that is not there."""
-    return info.timestamp - info.cameras[name].timestamp if name in info.cameras else 0.0
-
-
-def _stack4(matrices: Sequence[Array]) -> Array:
-    return np.stack(matrices) if matrices else np.zeros((0, 4, 4))
 
 
 def _read_split(config: Config, train: bool) -> InfoFile:

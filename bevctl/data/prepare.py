@@ -1,6 +1,7 @@
 """Info files from nuScenes tables: the mmdet3d 1.1 layout, with map location, class and attribute names added.
 
-mmdet3d 1.1 and newer read them too: labels are numbered in its order, sweeps carry true inverses.
+mmdet3d 1.1 and newer read them too: labels are numbered in its order, sweeps carry true inverses, and the earlier
+images of `bevctl.data.prepare_sweeps` lie beside what it knows.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 
 from bevctl.batch import CAMERAS
 from bevctl.data.info import IGNORED
+from bevctl.data.prepare_sweeps import EarlierImages, has_sweeps
 from bevctl.data.sweeps import LIDAR
 from bevctl.errors import BevctlError
 from bevctl.files import atomic_write_bytes
@@ -62,18 +64,23 @@ def prepare(
     *,
     prefix: str = "nuscenes",
     max_sweeps: int = 10,
+    camera_sweeps: int = 30,
     progress: Progress | None = None,
 ) -> tuple[PreparedFile, ...]:
     """Write `<root>/<prefix>_infos_<split>.pkl` for each split of `version` and say what is in them.
 
-    Up to `max_sweeps` earlier LiDAR sweeps a sample, nearest first. A file is replaced whole or not at all. Raises
-    BevctlError (exit 2) for a folder without these tables.
+    Up to `max_sweeps` earlier LiDAR sweeps and `camera_sweeps` earlier images of each camera a sample, nearest first;
+    no images where all are of keyframes. A file is replaced whole or not at all. Raises BevctlError (exit 2) for a
+    folder without these tables.
     """
     tables = open_tables(root, version)
-    return tuple(
-        _write_split(Path(root), tables, split, _samples_of(tables, scenes), (prefix, max_sweeps), progress)
-        for split, scenes in _scenes(version).items()
-    )
+    steps = camera_sweeps if has_sweeps(tables) else 0
+    written = []
+    for name, scenes in _scenes(version).items():
+        split = _Split(name, tables, max_sweeps, EarlierImages(tables, steps))
+        path = Path(root) / f"{prefix}_infos_{name}.pkl"
+        written.append(_write_split(path, split, _samples_of(tables, scenes), progress))
+    return tuple(written)
 
 
 def open_tables(root: str | Path, version: str) -> Any:
@@ -121,33 +128,42 @@ def _samples_of(tables: Any, scenes: frozenset[str]) -> list[tuple[Any, str]]:
     return found
 
 
+@dataclass(frozen=True)
+class _Split:
+    """What the entries of one info file are made from."""
+
+    name: str
+    tables: Any
+    max_sweeps: int
+    earlier: EarlierImages
+
+    @property
+    def annotated(self) -> bool:
+        return self.name != "test"
+
+
 def _write_split(
-    root: Path,
-    tables: Any,
-    split: str,
-    samples: Sequence[tuple[Any, str]],
-    settings: tuple[str, int],
-    progress: Progress | None,
+    path: Path, split: _Split, samples: Sequence[tuple[Any, str]], progress: Progress | None
 ) -> PreparedFile:
-    prefix, max_sweeps = settings
-    path = root / f"{prefix}_infos_{split}.pkl"
     entries = []
     for index, (sample, location) in enumerate(samples):
-        entries.append(_entry(tables, index, sample, location, max_sweeps, annotated=split != "test"))
+        entries.append(_entry(split, index, sample, location))
         if progress is not None:
             progress(index + 1, len(samples), path.name)
     metainfo = {
         "categories": {name: label for label, name in enumerate(CATEGORIES)},
         "dataset": "nuscenes",
-        "version": tables.version,
+        "version": split.tables.version,
         "info_version": "1.1",
     }
-    atomic_write_bytes(path, pickle.dumps({"metainfo": metainfo, "data_list": entries}, protocol=4))
-    return PreparedFile(path, split, len(entries), sum(len(entry.get("instances", ())) for entry in entries))
+    document = {"metainfo": metainfo, "data_list": entries, "camera_sweeps": split.earlier.document()}
+    atomic_write_bytes(path, pickle.dumps(document, protocol=4))
+    return PreparedFile(path, split.name, len(entries), sum(len(entry.get("instances", ())) for entry in entries))
 
 
-def _entry(tables: Any, index: int, sample: Any, location: str, max_sweeps: int, *, annotated: bool) -> dict[str, Any]:
+def _entry(split: _Split, index: int, sample: Any, location: str) -> dict[str, Any]:
     """One element of `data_list`."""
+    tables = split.tables
     lidar = tables.get("sample_data", sample["data"][LIDAR])
     lidar2ego, ego2global = _poses(tables, lidar)
     global2lidar = invert_rigid(ego2global @ lidar2ego)
@@ -166,9 +182,10 @@ def _entry(tables: Any, index: int, sample: Any, location: str, max_sweeps: int,
         "images": {
             name: _image(tables, sample["data"][name], global2lidar) for name in CAMERAS if name in sample["data"]
         },
-        "lidar_sweeps": [_sweep(tables, data, global2lidar) for data in _earlier(tables, lidar, max_sweeps)],
+        "lidar_sweeps": [_sweep(tables, data, global2lidar) for data in _earlier(tables, lidar, split.max_sweeps)],
+        "camera_sweeps": split.earlier.of(sample),
     }
-    if annotated:
+    if split.annotated:
         entry["instances"] = [_instance(tables, token, global2lidar) for token in sample["anns"]]
     return entry
 

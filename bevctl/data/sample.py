@@ -9,7 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bevctl.data.files import ImageArray, ImageFile
+from bevctl.data.info import CameraInfo
 from bevctl.geometry import Array
+
+Views = tuple[CameraInfo | None, ...]
+"""None for a camera that has no image."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +42,8 @@ class Sample:
     has_boxes: bool
     bev_map: NDArray[np.uint8] | None = None
     """(K, X, Y) 0/1, or None where the sample has no map."""
+    views: Views = ()
+    """V images that are not read yet: those of the keyframe, then those of an earlier moment."""
     encoded: tuple[ImageArray | ImageFile, ...] = ()
     """V images, most of them not yet decoded, that the image augmentation turns into `images`."""
 

@@ -113,12 +113,6 @@ def test_radar_files_of_newer_mit_code(tmp_path: Path) -> None:
     assert (info.format, info.samples[0].location) == ("mit-bevfusion", None)
 
 
-def test_petr_files_have_no_lidar_sweeps(tmp_path: Path) -> None:
-    document = made.infos(sweeps=[{"CAM_FRONT": {"data_path": "x.jpg"}}])
-    info = read_info(made.write(tmp_path / "a.pkl", document))
-    assert (info.format, info.samples[0].sweeps) == ("petr", ())
-
-
 def test_a_test_split_has_no_boxes_and_an_empty_sample_has_none_to_show(tmp_path: Path) -> None:
     document = made.data_list()
     bare = {key: value for key, value in document["data_list"][0].items() if key != "instances"}
