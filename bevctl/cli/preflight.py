@@ -51,6 +51,12 @@ class Names(click.ParamType):
 @click.option("--gpus", type=click.IntRange(1), metavar="N", help="GPUs of this machine that the run will use.")
 @click.option("--resume", metavar="CKPT|auto", help="The checkpoint that the run will continue from.")
 @click.option("--python", metavar="EXE", help="Judge the environment of this interpreter, 3.6 or newer.")
+@click.option(
+    "--repo",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Checkout of the project that CONFIG belongs to; relative paths in CONFIG start there.",
+)
 @click.option("--min-free", type=Size(), metavar="SIZE", help="Disk space to ask for; default: what the run writes.")
 @click.option("--only", type=Names(), multiple=True, metavar="ID,…", help="Only these checks, by id or section.")
 @click.option("--skip", type=Names(), multiple=True, metavar="ID,…", help="Not these checks, by id or section.")
@@ -80,6 +86,7 @@ def command(
     gpus: int | None,
     resume: str | None,
     python: str | None,
+    repo: Path | None,
     min_free: int | None,
     only: tuple[tuple[str, ...], ...],
     skip: tuple[tuple[str, ...], ...],
@@ -114,6 +121,7 @@ def command(
         gpus=gpus,
         resume=resume,
         python=python,
+        repo=repo,
         min_free=min_free,
         timeout=timeout,
         deep=deep,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,6 +150,12 @@ def heads(config: ForeignConfig) -> dict[str, str]:
 def base_batch(config: ForeignConfig) -> int | None:
     """The global batch that the learning rate belongs to, where the config names it."""
     return _count(config, ("auto_scale_lr.base_batch_size",))
+
+
+def base_batch_of_name(path: Path) -> int | None:
+    """The global batch in a file name of the OpenMMLab kind: "8xb4" means 8 GPUs with 4 samples each."""
+    match = re.search(r"_(\d{1,3})xb(\d{1,3})(?=[-_.])", path.name)
+    return int(match[1]) * int(match[2]) if match else None
 
 
 def _count(config: ForeignConfig, keys: tuple[str, ...]) -> int | None:

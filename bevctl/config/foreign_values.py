@@ -66,6 +66,8 @@ def nested(dotted: str, value: Any, origin: Origin) -> Section:
 
 def as_section(value: Any, origin: Origin) -> Any:
     """The value with its mappings as sections whose keys were all set at `origin`; `_delete_` stays."""
+    if isinstance(value, list | tuple):
+        return type(value)(as_section(item, origin) for item in value)
     if isinstance(value, Section) or not isinstance(value, Mapping):
         return value
     section = Section()

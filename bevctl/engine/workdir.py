@@ -1,4 +1,4 @@
-"""The folder of a run: which one, whether it may be used, and which checkpoint in it continues it."""
+"""The folder of a run: which one, and which checkpoint in it continues it."""
 
 from __future__ import annotations
 
@@ -9,31 +9,16 @@ from typing import Any
 from bevctl.config.schema import Config
 from bevctl.engine.checkpoint import Checkpoint, newest_checkpoints, read_checkpoint
 from bevctl.errors import BevctlError, did_you_mean
+from bevctl.runs.work_dir import CONSOLE_LOG as CONSOLE_LOG
+from bevctl.runs.work_dir import check_unused as check_unused
 
 AUTO = "auto"
-CONSOLE_LOG = "console.log"
-"""What a detached run prints; it may be there before the run starts."""
 _NAME_ONE = "Give the path of a checkpoint file, such as runs/tiny/latest."
 _RESUME_AUTO = "--resume auto takes the newest one, or starts anew without one."
 
 
 def work_dir_of(config: Config) -> Path:
     return Path(config.work_dir or Path("runs") / config.name)
-
-
-def check_unused(work_dir: Path, resume: str | None) -> None:
-    """Refuses to start in a folder that holds something, unless the run continues.
-
-    Raises:
-        BevctlError: the folder is not empty, or is not a folder.
-    """
-    if work_dir.exists() and not work_dir.is_dir():
-        raise BevctlError(f"The work_dir {work_dir} is not a folder.", "Choose another with --work-dir.")
-    if resume is None and work_dir.is_dir() and any(entry.name != CONSOLE_LOG for entry in work_dir.iterdir()):
-        raise BevctlError(
-            f"The work_dir {work_dir} is not empty.",
-            "Continue that run with --resume auto, or choose another folder with --work-dir.",
-        )
 
 
 def find_checkpoint(name: str, work_dir: Path, otherwise: str = _NAME_ONE) -> Path:

@@ -61,6 +61,8 @@ class Context:
     resume: str | None = None
     python: str | None = None
     """--python: the interpreter whose environment is judged; None: this one."""
+    repo: Path | None = None
+    """--repo: the checkout of the project that will train CONFIG; None: the nearest above CONFIG."""
     min_free: int | None = None
     """--min-free in bytes; None: what the run will write."""
     deep: bool = False
@@ -68,6 +70,12 @@ class Context:
     timeout: float = 60.0
     """Seconds that one check may take."""
     _shared: dict[Callable[[Context], Any], Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def base(self) -> Path:
+        """Where relative paths in CONFIG of another project start: the folder that its program will run in."""
+        folder = "tools" if self.foreign is not None and self.foreign.kind == "openpcdet" else ""
+        return Path() if self.repo is None else self.repo / folder
 
     def once(self, make: Callable[[Context], Shared]) -> Shared:
         """`make(self)`, computed by the first check that asks and shared by the others; so is its exception.

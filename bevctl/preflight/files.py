@@ -10,6 +10,8 @@ from bevctl.config import foreign_facts
 from bevctl.config.document import display
 from bevctl.config.foreign import ForeignConfig
 from bevctl.errors import BevctlError
+from bevctl.external.script import read_script
+from bevctl.external.trees import TRAIN_SCRIPT
 from bevctl.preflight import files_checkpoint, half_weights
 from bevctl.preflight.checks import CheckSpec, Context, Outcome, failed, passed, skipped, unknown, warned
 from bevctl.preflight.environment import read_environment
@@ -70,21 +72,32 @@ def launcher(context: Context) -> Outcome:
     foreign = context.foreign
     if foreign is None:
         return skipped("bevctl train starts the run itself")
-    root = project_root(foreign.path)
+    root = context.repo or project_root(foreign.path)
     missing = list(_missing_of_launcher(context, foreign, root))
     if missing:
         fix = "Run preflight where the project is, with --python of its environment, or install what is missing."
         return failed("; ".join(missing), fix)
-    started = "torchpack dist-run" if foreign.kind == "torchpack" else "tools/train.py"
+    started = "torchpack dist-run" if _by_torchpack(foreign, root) else "tools/train.py"
     return passed(f"{started} in {display(root)}")
 
 
+def _by_torchpack(config: ForeignConfig, root: Path) -> bool:
+    """Whether torchpack starts the processes; forks of mit-bevfusion without it start by torchrun."""
+    if config.kind != "torchpack":
+        return False
+    try:
+        return "torchpack" in read_script(root / TRAIN_SCRIPT).imports
+    except BevctlError:
+        return True
+
+
 def _missing_of_launcher(context: Context, config: ForeignConfig, root: Path) -> Iterator[str]:
-    if not (root / "tools" / "train.py").is_file():
-        yield f"no tools/train.py in {display(root)}"
-    if config.kind != "torchpack" and (context.gpus or 1) > 1 and not (root / "tools" / "dist_train.sh").is_file():
+    if not (root / TRAIN_SCRIPT).is_file():
+        yield f"no {TRAIN_SCRIPT} in {display(root)}"
+    by_hand = context.repo is None and config.kind in ("mmcv", "mmengine") and (context.gpus or 1) > 1
+    if by_hand and not (root / "tools" / "dist_train.sh").is_file():
         yield f"no tools/dist_train.sh in {display(root)}"
-    if config.kind == "torchpack":
+    if _by_torchpack(config, root):
         environment = context.once(read_environment)
         programs = Path(environment.executable).parent
         if "torchpack" not in environment.packages:
@@ -106,7 +119,7 @@ def no_half_weights(context: Context) -> Outcome:
     foreign = context.foreign
     if foreign is None:
         return skipped("the bundled engine keeps its weights in FP32")
-    root = project_root(foreign.path)
+    root = context.repo or project_root(foreign.path)
     calls = half_weights.find(root)
     if not calls:
         return passed(f"no model.half() in the training code below {display(root)}")

@@ -222,7 +222,7 @@ def _sources(context: Context) -> Iterator[tuple[str, str]]:
     foreign = context.foreign
     for key, (name, _) in foreign_facts.checkpoints(foreign).items() if foreign is not None else ():
         if key != "resume_from":
-            yield key, name
+            yield key, name if name.startswith(_REMOTE) else str(context.base / name)
 
 
 def _judge_source(context: Context, key: str, name: str) -> Outcome:

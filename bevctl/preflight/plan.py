@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,10 +97,10 @@ def _own_plan(config: Config, context: Context) -> Plan:
 
 def _foreign_plan(config: ForeignConfig, context: Context) -> Plan:
     precision = foreign_facts.half_precision(config)
-    named = foreign_facts.base_batch(config) or _base_batch_of_name(config.path)
+    named = foreign_facts.base_batch(config) or foreign_facts.base_batch_of_name(config.path)
     return Plan(
-        data_root=foreign_facts.data_root(config),
-        info_files=foreign_facts.info_files(config),
+        data_root=context.base / foreign_facts.data_root(config),
+        info_files={split: context.base / path for split, path in foreign_facts.info_files(config).items()},
         classes=foreign_facts.class_names(config),
         needs_map=foreign_facts.has_map_head(config),
         uses_cameras=True,
@@ -116,9 +115,3 @@ def _foreign_plan(config: ForeignConfig, context: Context) -> Plan:
         loss_scale=precision.loss_scale,
         half=precision.on and precision.dtype == "fp16",
     )
-
-
-def _base_batch_of_name(path: Path) -> int | None:
-    """The global batch in a file name of the OpenMMLab kind: "8xb4" means 8 GPUs with 4 samples each."""
-    match = re.search(r"_(\d{1,3})xb(\d{1,3})(?=[-_.])", path.name)
-    return int(match[1]) * int(match[2]) if match else None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bevctl.config import foreign_facts
-from bevctl.config.foreign import is_foreign, read_foreign
+from bevctl.config.foreign import ForeignConfig, is_foreign, read_foreign
 from bevctl.config.load import Loaded, load
 from bevctl.config.schema import Config
 from bevctl.config.sources import find
@@ -81,6 +81,11 @@ def _foreign_context(path: Path, given: Mapping[str, object], **options: Any) ->
         config = read_foreign(path)
     except BevctlError as error:
         return _bare_context(given, config_error=error, **options)
+    return context_of_foreign(config, given, **options)
+
+
+def context_of_foreign(config: ForeignConfig, given: Mapping[str, object], **options: Any) -> Context:
+    """The context of another project's config; `given` as for `build_context`, `options` are further fields."""
     half = foreign_facts.half_precision(config)
     told = {
         "precision.dtype": {True: half.dtype, False: "fp32", None: "auto"}[half.on],

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from bevctl.config.schema import Config
 from bevctl.console import Console
 from bevctl.errors import BevctlError, ExitCode
 from bevctl.finding import Check, CheckStatus
-from bevctl.preflight.checks import all_checks
+from bevctl.preflight.checks import Context, all_checks
 from bevctl.preflight.request import context_of_config
 from bevctl.preflight.run import Selection, run_checks
 from bevctl.preflight.text import summary
@@ -23,10 +23,14 @@ def check_start(config: Config, gpus: int | None, resume: str | None, console: C
 
     Raises BevctlError (exit code 1) when one of them fails.
     """
-    context = context_of_config(config, gpus=gpus, resume=resume, timeout=TIMEOUT_S)
     # A launcher has opened the meeting point already, on the port that LAUNCH001 would want free.
     launched = ("LAUNCH001",) if "RANK" in os.environ else ()
-    report = run_checks(all_checks(), context, Selection(skip=launched, at_start=True))
+    check_context(context_of_config(config, gpus=gpus, resume=resume, timeout=TIMEOUT_S), console, skip=launched)
+
+
+def check_context(context: Context, console: Console, skip: Collection[str] = ()) -> None:
+    """The same for any context; `skip` are ids of checks to leave out."""
+    report = run_checks(all_checks(), context, Selection(skip=skip, at_start=True))
     failed = [check for check in report.checks if check.status == CheckStatus.FAIL]
     for check in report.checks:
         if check.status == CheckStatus.WARN or check in failed[1:]:

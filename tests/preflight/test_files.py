@@ -11,6 +11,7 @@ import pytest
 from bevctl.finding import CheckStatus
 from bevctl.preflight import files, half_weights
 from bevctl.preflight.checks import Context, Outcome
+from bevctl.preflight.plan import read_plan
 from bevctl.preflight.request import build_context
 
 from . import environments
@@ -148,9 +149,16 @@ def test_launcher_of_mmcv(project: Path, foreign: Foreign) -> None:
     assert "dist_train.sh" in outcome.found
     (project / "tools" / "train.py").unlink()
     assert "no tools/train.py" in judge(foreign(FP16), "FILE010").found
+    assert judge(foreign(FP16, gpus=8, repo=project), "FILE010").status == CheckStatus.FAIL
+    write(project / "tools" / "train.py")
+    assert judge(foreign(FP16, gpus=8, repo=project), "FILE010").status == CheckStatus.PASS, "bevctl starts it"
 
 
-def test_launcher_of_mit_bevfusion(foreign: Foreign, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_launcher_of_mit_bevfusion(
+    project: Path, foreign: Foreign, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert judge(foreign("model: {encoders: null}\n", ".yaml"), "FILE010").status == CheckStatus.PASS, "by torchrun"
+    write(project / "tools" / "train.py", "from torchpack import distributed as dist\n")
     site = tmp_path / "site"
     site.mkdir()
     executable = environments.interpreter(tmp_path, Path(sys.executable), site)
@@ -202,3 +210,19 @@ def test_half_weights_in_the_source(project: Path, foreign: Foreign) -> None:
 def test_calls_that_count(tmp_path: Path, name: str, source: str, found: int) -> None:
     write(tmp_path / name, source)
     assert len(half_weights.find(tmp_path)) == found
+
+
+# --repo
+
+
+def test_relative_paths_of_a_config_start_in_the_checkout(project: Path, foreign: Foreign, tmp_path: Path) -> None:
+    text = FP16 + "data_root = 'data/'\ndata = dict(train=dict(data_root=data_root, ann_file='data/train.pkl'))\n"
+    context = foreign(text, repo=tmp_path / "checkout")
+    assert context.base == tmp_path / "checkout"
+    plan = read_plan(context)
+    assert plan.data_root == tmp_path / "checkout" / "data"
+    assert plan.info_files == {"train": tmp_path / "checkout" / "data" / "train.pkl"}
+    assert read_plan(foreign(text)).data_root == Path("data")
+    pcdet = "CLASS_NAMES: [car]\nDATA_CONFIG: {DATA_PATH: ../data/nuscenes}\nOPTIMIZATION: {LR: 0.1}\n"
+    context = foreign(pcdet, ".yaml", repo=project)
+    assert read_plan(context).data_root == project / "tools" / ".." / "data" / "nuscenes"
