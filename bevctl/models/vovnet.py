@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from bevctl.config.schema import VoVNetConfig
 from bevctl.models.layers import ConvBlock, autocast_dtype, channels_last, is_plain, keep_statistics, recompute
 from bevctl.ops.aggregation import gated, one_shot_aggregation, shifted_relu_conv
+from bevctl.ops.max_pool import max_pool
 
 
 class VoVNetConv(ConvBlock):
@@ -140,7 +141,7 @@ class VoVNet(nn.Module):
         maps = []
         for place, stage in enumerate(self.stages):
             if place > 0:
-                x = F.max_pool2d(x, 3, 2, ceil_mode=True)
+                x = max_pool(x)
             for block in cast("Sequence[OsaBlock]", stage):
                 x = recompute(block, x, enabled=self.checkpointing, random=False)
             maps.append(x)
