@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -54,6 +54,10 @@ class ConfigRequest:
     sets: tuple[str, ...]
     given: Mapping[str, _Value]
     console: Console
+
+    def without(self, *keys: str) -> ConfigRequest:
+        """The request without what options and environment say of some keys."""
+        return replace(self, given={key: value for key, value in self.given.items() if key not in keys})
 
     def load(
         self,

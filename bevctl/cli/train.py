@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from bevctl.config.schema import Config
     from bevctl.engine.dist import World
     from bevctl.engine.launch import Cluster
-    from bevctl.engine.run import RunOptions
+    from bevctl.engine.run import RunOptions, Settle
 
 
 class LossScale(click.ParamType):
@@ -39,6 +40,21 @@ class LossScale(click.ParamType):
         return number
 
 
+class CountOrAuto(click.ParamType):
+    """A whole number, or `auto`."""
+
+    name = "N|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value == AUTO:
+            return AUTO
+        number: int = click.INT.convert(value, param, ctx)
+        return number
+
+
+AUTO = "auto"
+
+
 @click.command("train", cls=RankedCommand)
 @config_options
 @config_option("--fp16", key="precision.dtype", flag_value="fp16", help="Mixed precision in FP16 with a loss scale.")
@@ -51,9 +67,9 @@ class LossScale(click.ParamType):
     help="The same by name; auto: BF16 from capability 8.0, FP16 on 7.x, FP32 on a CPU.",
 )
 @config_option("--loss-scale", key="precision.loss_scale", type=LossScale(), help="Loss scale of FP16.")
-@config_option("--batch", key="train.batch", type=int, metavar="N", help="Samples per GPU and step.")
+@config_option("--batch", key="train.batch", type=CountOrAuto(), help="Samples per GPU and step; auto: as fit.")
 @config_option("--accumulate", key="train.accumulate", type=int, metavar="N", help="Batches per optimizer step.")
-@config_option("--workers", key="train.workers", type=int, metavar="N", help="Loading processes per GPU.")
+@config_option("--workers", key="train.workers", type=CountOrAuto(), help="Loading processes per GPU; auto: as needed.")
 @click.option("--lr", type=float, help="Peak learning rate; switches the config's scaling rule off.")
 @click.option(
     "--lr-scaling",
@@ -136,18 +152,22 @@ def command(
     if grad_checkpoint:
         options["model.checkpointing"] = list(CHECKPOINTED_PARTS)
     work_dir = str(request.given["work_dir"].value) if "work_dir" in request.given else None
-    config = request.load(options, lambda: resumed_config(resume, work_dir)).config
+    given = {key: value.value for key, value in request.given.items()}
+    found = [key for key in ("train.batch", "train.workers") if given.get(key) == AUTO]
+    config = request.without(*found).load(options, lambda: resumed_config(resume, work_dir)).config
     for name in config.model.load_from if resume is None else ():
         find_checkpoint(name, work_dir_of(config))
     run = RunOptions(resume, min_loaded, max_iters)
     cluster = Cluster(gpus or 1, nnodes, rdzv_endpoint)
+    for key in found if dry_run else ():
+        console.info(f"{key}: auto is found when training starts; shown as configured")
     if dry_run:
         return _preview(config, run, cluster, console)
     if not no_preflight and is_first_process():
         check_start(config, gpus, resume, console)
     if detach:
         return _detach(config, run, console)
-    return run_ranks(console, cluster, config.device, lambda world: _train(config, run, world, console))
+    return run_ranks(console, cluster, config.device, lambda world: _train(config, run, found, world, console))
 
 
 def _learning_rate(lr: float | None, rule: str | None) -> dict[str, Any]:
@@ -161,10 +181,11 @@ def _learning_rate(lr: float | None, rule: str | None) -> dict[str, Any]:
     return {"optim.lr_scaling": rule} if rule is not None else {}
 
 
-def _train(config: Config, run: RunOptions, world: World, console: Console) -> int:
+def _train(config: Config, run: RunOptions, found: Sequence[str], world: World, console: Console) -> int:
     from bevctl.engine.run import train
 
-    result = train(config, run, world, console)
+    settle = _settle(found, console.info if world.is_main else console.detail) if found else None
+    result = train(config, run, world, console, settle)
     if world.is_main:
         if result.code == ExitCode.PREEMPTED:
             console.info(f"Checkpoint written: {result.checkpoint}. Continue with --resume auto.")
@@ -172,6 +193,14 @@ def _train(config: Config, run: RunOptions, world: World, console: Console) -> i
         body = {"work_dir": result.work_dir, "iter": result.iteration, "checkpoint": result.checkpoint}
         console.document("train", body, status)
     return result.code
+
+
+def _settle(found: Sequence[str], tell: Callable[[str], None]) -> Settle:
+    """Finds the values of the keys that were left to `auto`."""
+    from bevctl.measure.finder import Wanted, settle
+
+    wanted = Wanted(batch="train.batch" in found, workers="train.workers" in found)
+    return lambda config, world, device: settle(config, world, device, wanted, tell)
 
 
 def _preview(config: Config, run: RunOptions, cluster: Cluster, console: Console) -> int:

@@ -8,7 +8,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -184,8 +184,17 @@ def _visible_gpus(world: World, device: torch.device) -> list[str]:
     return [f"Using 1 of {count} visible GPUs; --gpus {count} uses all"] if world.size == 1 and count > 1 else []
 
 
-def train(config: Config, options: RunOptions, world: World, console: Console) -> RunResult:
+Settle = Callable[[Config, World, torch.device], Config]
+"""Gives a config its final numbers on a device, the same on every rank."""
+
+
+def train(
+    config: Config, options: RunOptions, world: World, console: Console, settle: Settle | None = None
+) -> RunResult:
     """Trains as `config` says; every rank calls it.
+
+    Args:
+        settle: called when the ranks are connected and the run may start.
 
     Raises:
         BevctlError: see `Trainer.fit`; also anything wrong with data, checkpoint, device or work_dir.
@@ -195,7 +204,7 @@ def train(config: Config, options: RunOptions, world: World, console: Console) -
     with StopRequest() as stop, process_group(world, device), algorithms(config.train.deterministic):
         on_main(world, lambda: _check_start(config, work_dir, options))
         checkpoint = read_resume(options.resume, work_dir, console.info if world.is_main else console.detail)
-        parts = build_parts(config, world, device)
+        parts = build_parts(settle(config, world, device) if settle is not None else config, world, device)
         resumed = _start_state(parts, checkpoint, options.min_loaded)
         return _train(parts, options, work_dir, resumed, console, stop)
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,7 +56,7 @@ def sample_sizes(config: Config) -> Sizes:
     Raises:
         BevctlError: the data set is there and cannot be read.
     """
-    blind = dataclasses.replace(config, model=dataclasses.replace(config.model, camera=None, map=None))
+    blind = _blind(config)
     info = Path(config.data.root) / config.data.info_train
     dataset = open_split(blind, "train") if info.is_file() else None
     found = [_size(config, sample) for sample in (_stored(dataset) if dataset is not None else ())]
@@ -69,9 +70,28 @@ def sizes_of(found: Sequence[SampleSize], source: str) -> Sizes:
     return Sizes(typical, p95, p99, largest, tuple(found), source)
 
 
+def large_sample(config: Config, dataset: Samples) -> Any:
+    """The training sample with the most points of those that `sample_sizes` looks at, as `dataset` gives it."""
+    blind = open_split(_blind(config), "train")
+    return dataset[0, max(_looked_at(dataset), key=lambda index: _points(blind[0, index].sample))]
+
+
+def _blind(config: Config) -> Config:
+    """`config` whose samples are read without images and maps."""
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, camera=None, map=None))
+
+
+def _points(sample: Sample | None) -> int:
+    return len(sample.points) if sample is not None and sample.points is not None else 0
+
+
+def _looked_at(dataset: Samples) -> list[int]:
+    return [int(index) for index in np.linspace(0, len(dataset) - 1, min(_SAMPLES, len(dataset)))]
+
+
 def _stored(dataset: Samples) -> Iterator[Sample]:
-    for index in np.linspace(0, len(dataset) - 1, min(_SAMPLES, len(dataset))).astype(int):
-        sample = dataset[0, int(index)].sample
+    for index in _looked_at(dataset):
+        sample = dataset[0, index].sample
         if sample is not None:
             yield sample
 
@@ -86,7 +106,7 @@ def _streets(config: Config) -> Iterator[Sample]:
 
 
 def _size(config: Config, sample: Sample) -> SampleSize:
-    points = 0 if sample.points is None else len(sample.points)
+    points = _points(sample)
     sites: tuple[int, ...] = ()
     if config.model.lidar is not None and sample.points is not None:
         sites = active_sites(config, torch.from_numpy(np.asarray(sample.points, dtype=np.float32)))

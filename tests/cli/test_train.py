@@ -295,3 +295,13 @@ def test_detached_training_goes_on_in_the_background(nano: Path) -> None:
         assert time.monotonic() < deadline, Path("run/console.log").read_text()
         time.sleep(0.1)
     assert Path(document["console_log"]).exists()
+
+
+def test_batch_and_workers_are_found_where_auto_is_asked_for(invoke: Invoke, nano: Path) -> None:
+    outcome = invoke("train", nano, "--work-dir", "run", "--max-iters", "1", "--batch", "auto", "--workers", "auto")
+    assert outcome.code == 0, outcome.err
+    assert "batch 2 as configured" in outcome.err
+    assert "--workers auto: " in outcome.err
+    dry = invoke("train", nano, "--batch", "auto", "-n")
+    assert "train.batch: auto is found when training starts" in dry.err
+    assert invoke("train", nano, "--batch", "many").code == 2
