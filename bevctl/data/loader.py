@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -42,6 +42,10 @@ class Samples(Protocol):
     @property
     def notes(self) -> Sequence[str]:
         """What the data set lacks, to be said once."""
+
+    @property
+    def checkpoint_meta(self) -> Mapping[str, Any]:
+        """What the `meta` of checkpoints says beside bevctl's own entries."""
 
     def __len__(self) -> int: ...
 
@@ -174,6 +178,7 @@ def collate(items: Sequence[Item]) -> Batch:
         has_boxes=torch.tensor([sample.has_boxes for sample in samples], dtype=torch.bool),
         has_map=torch.tensor([sample.bev_map is not None for sample in samples], dtype=torch.bool),
         tokens=[sample.token for sample in samples],
+        padding=_padding(samples),
         problems=[problem for item in items for problem in item.problems],
     )
 
@@ -197,6 +202,12 @@ def _images(samples: Sequence[Sample]) -> Tensor | None:
         for target, image in zip(row, sample.images or (), strict=True):
             target[...] = image.transpose(2, 0, 1)
     return torch.from_numpy(stacked)
+
+
+def _padding(samples: Sequence[Sample]) -> Tensor | None:
+    """(B, V, H, W) bool."""
+    padded = [sample.padding for sample in samples if sample.padding is not None]
+    return torch.from_numpy(np.stack(padded)) if padded else None
 
 
 def _points(samples: Sequence[Sample]) -> list[Tensor] | None:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bevctl.batch import CAMERAS
-from bevctl.config.schema import Config
+from bevctl.config.schema import VEHICLE, Config
 from bevctl.data.balance import balanced_positions, frames_by_class
 from bevctl.data.index import read_info
 from bevctl.data.info import CameraInfo, InfoFile, SampleInfo
@@ -22,6 +22,7 @@ from bevctl.data.previous import PreviousFrames
 from bevctl.data.sample import Item, Sample, Transform
 from bevctl.data.sweeps import load_points
 from bevctl.data.transforms import build_transforms
+from bevctl.data.vehicles import vehicle_mask
 from bevctl.data.views import add_views, read_views
 from bevctl.errors import BevctlError
 from bevctl.geometry import Array
@@ -195,9 +196,14 @@ class NuScenesDataset:
         kept = (labels >= 0) & info.valid
         return info.boxes[kept], labels[kept]
 
+    @property
+    def _map_layers(self) -> tuple[str, ...]:
+        """The map classes that are drawn from the map, in their order."""
+        return tuple(name for name in self.config.data.map_classes if name != VEHICLE)
+
     def _find_maps(self) -> frozenset[str]:
         """Locations whose map expansion is there, opened."""
-        if self.config.model.map is None:
+        if self.config.model.map is None or not self._map_layers:
             return frozenset()
         wanted = {sample.location for sample in self.info.samples if sample.location}
         found = frozenset(location for location in wanted if map_file(self.root, location).is_file())
@@ -206,12 +212,22 @@ class NuScenesDataset:
         return found
 
     def _map_of(self, info: SampleInfo, lidar_aug: Array) -> NDArray[np.uint8] | None:
+        """(K, X, Y) 0/1 of all map classes; None where one of them cannot be known."""
         head = self.config.model.map
-        if head is None or info.location is None or info.location not in self.locations:
-            return None
-        layers = load_map(str(self.root), info.location)
-        lidar2global = info.ego2global @ info.lidar2ego
-        return map_masks(layers, self.config.data.map_classes, lidar2global, lidar_aug, head.xbound, head.ybound)
+        assert head is not None, "only a map head asks for it"
+        masks: dict[str, NDArray[np.uint8]] = {}
+        if self._map_layers:
+            if info.location not in self.locations:
+                return None
+            layers = load_map(str(self.root), info.location or "")
+            drawn = map_masks(layers, self._map_layers, info.lidar2global, lidar_aug, head.xbound, head.ybound)
+            masks = dict(zip(self._map_layers, drawn, strict=True))
+        if VEHICLE in self.config.data.map_classes:
+            vehicles = vehicle_mask(info, lidar_aug, head.xbound, head.ybound)
+            if vehicles is None:
+                return None
+            masks[VEHICLE] = vehicles
+        return np.stack([masks[name] for name in self.config.data.map_classes])
 
     def _describe_absent(self) -> Iterable[str]:
         """One sentence for each thing that the configured model would use and the data set lacks."""
@@ -240,6 +256,11 @@ class NuScenesDataset:
 
     def _describe_absent_maps(self) -> Iterable[str]:
         total = len(self.info.samples)
+        bare = sum(sample.boxes is None for sample in self.info.samples)
+        if VEHICLE in self.config.data.map_classes and bare:
+            yield f"{bare} of {total} samples have no boxes to draw vehicles from; they are left out of the map loss."
+        if not self._map_layers:
+            return
         nowhere = sum(sample.location is None for sample in self.info.samples)
         if nowhere:
             yield (

@@ -42,6 +42,8 @@ class Sample:
     has_boxes: bool
     bev_map: NDArray[np.uint8] | None = None
     """(K, X, Y) 0/1, or None where the sample has no map."""
+    padding: NDArray[np.bool_] | None = None
+    """(V, H, W) True beyond the edges of the images' sources; None unless images are padded."""
     views: Views = ()
     """V images that are not read yet: those of the keyframe, then those of an earlier moment."""
     encoded: tuple[ImageArray | ImageFile, ...] = ()

@@ -34,6 +34,8 @@ class ImageChange:
     """Factor for an image of `SOURCE_WIDTH`; a narrower one is enlarged accordingly."""
     crop: float = 0.5
     """Horizontal position of the crop: 0 left, 1 right. It is aligned with the bottom."""
+    pad: bool = False
+    """An image lower than what is asked for lies at its top, instead of at its bottom."""
     flip: bool = False
     rotate: float = 0.0
     """Degrees, counter-clockwise as seen."""
@@ -41,6 +43,7 @@ class ImageChange:
 
 def draw_image_change(config: ImageAugmentConfig, rng: np.random.Generator) -> ImageChange:
     return ImageChange(
+        pad=config.pad,
         resize=rng.uniform(*config.resize),
         crop=rng.uniform(0.0, 1.0),
         flip=bool(config.flip and rng.random() < 0.5),
@@ -58,10 +61,11 @@ def change_image(
     truncated file.
     """
     height, width = size
-    source_width, source_height = source.size if isinstance(source, ImageFile) else source.shape[1::-1]
+    source_width, source_height = _size_of(source)
     factor = change.resize * SOURCE_WIDTH / source_width
     new_width, new_height = max(1, round(source_width * factor)), max(1, round(source_height * factor))
     left, top = int(change.crop * max(0, new_width - width)), new_height - height
+    top = max(0, top) if change.pad else top
     picture = _picture(source, (new_width, new_height) if draft else None)
     picture = _resize_and_crop(picture, (new_width, new_height), (left, top, left + width, top + height))
     matrix = np.diag([new_width / source_width, new_height / source_height, 1.0, 1.0])
@@ -73,6 +77,25 @@ def change_image(
         picture = picture.rotate(change.rotate)
         matrix = _rotation_about([width / 2, height / 2], np.deg2rad(change.rotate)) @ matrix
     return np.asarray(picture), matrix
+
+
+def padding_mask(matrix: Array, source_size: tuple[int, int], size: tuple[int, int]) -> NDArray[np.bool_]:
+    """(height, width) = `size`: True beyond the edges of the changed image's source of (width, height).
+
+    `matrix` (4, 4) is what `change_image` returned. A pixel counts by its centre. The black corners of a turned crop do
+    not count where the source goes on.
+    """
+    height, width = size
+    inverse = np.linalg.inv(matrix)
+    v, u = np.ogrid[0.5:height, 0.5:width]
+    x, y = (inverse[axis, 0] * u + inverse[axis, 1] * v + inverse[axis, 3] for axis in range(2))
+    covered: NDArray[np.bool_] = (x >= 0) & (x < source_size[0]) & (y >= 0) & (y < source_size[1])
+    return ~covered
+
+
+def _size_of(source: ImageArray | ImageFile) -> tuple[int, int]:
+    """(width, height)"""
+    return source.size if isinstance(source, ImageFile) else (source.shape[1], source.shape[0])
 
 
 def _picture(source: ImageArray | ImageFile, at_least: tuple[int, int] | None) -> Image.Image:
@@ -102,26 +125,42 @@ def _rotation_about(centre: Sequence[float], angle: float) -> Array:
 
 
 def augment_images(config: ImageAugmentConfig, size: tuple[int, int], random: bool, draft: bool = False) -> Transform:
-    """Each image decoded, resized, cropped, and if `random` flipped and rotated on its own."""
+    """Each image decoded, resized, cropped, and if `random` flipped and rotated, on its own or all alike."""
 
     def transform(sample: Sample, rng: np.random.Generator) -> Sample:
         sources = sample.encoded or sample.images
         if not sources:
             return sample
-        fixed = ImageChange(config.resize_eval)
-        changed = [
-            change_image(source, draw_image_change(config, rng) if random else fixed, size, draft) for source in sources
-        ]
+        changes = _draw_changes(config, len(sources), rng if random else None)
+        changed = [change_image(source, one, size, draft) for source, one in zip(sources, changes, strict=True)]
         return dataclasses.replace(
             sample,
             images=tuple(image for image, _ in changed),
             image_aug=np.stack(
                 [matrix @ before for (_, matrix), before in zip(changed, sample.image_aug, strict=True)]
             ),
+            padding=_padding(sources, changed, size) if config.pad else None,
             encoded=(),
         )
 
     return transform
+
+
+def _padding(
+    sources: Sequence[ImageArray | ImageFile], changed: Sequence[tuple[ImageArray, Array]], size: tuple[int, int]
+) -> NDArray[np.bool_]:
+    """(V, height, width)"""
+    pairs = zip(sources, changed, strict=True)
+    return np.stack([padding_mask(matrix, _size_of(source), size) for source, (_, matrix) in pairs])
+
+
+def _draw_changes(config: ImageAugmentConfig, count: int, rng: np.random.Generator | None) -> list[ImageChange]:
+    """What is done to each of `count` images; without a generator, what evaluation does."""
+    if rng is None:
+        return [ImageChange(config.resize_eval, pad=config.pad)] * count
+    if config.shared:
+        return [draw_image_change(config, rng)] * count
+    return [draw_image_change(config, rng) for _ in range(count)]
 
 
 def draw_space_change(config: SpaceAugmentConfig, rng: np.random.Generator) -> Array:

@@ -38,6 +38,7 @@ MAP_COLORS: dict[str, Color] = {
     "ped_crossing": (122, 196, 140),
     "stop_line": (228, 78, 52),
     "divider": (92, 62, 170),
+    "vehicle": (44, 110, 178),
 }
 """In the order of painting: areas first, thin things on top."""
 ERROR_COLORS: dict[str, Color] = {

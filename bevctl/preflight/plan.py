@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bevctl.config import foreign_facts
 from bevctl.config.foreign import ForeignConfig
-from bevctl.config.schema import Config
+from bevctl.config.schema import VEHICLE, Config
 from bevctl.preflight.checks import Context, Outcome, skipped
 
 
@@ -80,7 +80,7 @@ def _own_plan(config: Config, context: Context) -> Plan:
         data_root=root,
         info_files={"train": root / config.data.info_train, "val": root / config.data.info_val},
         classes=config.data.classes,
-        needs_map=config.model.map is not None,
+        needs_map=config.model.map is not None and config.data.map_classes != (VEHICLE,),
         uses_cameras=camera is not None,
         uses_points=config.model.reads_points,
         batch=context.batch,

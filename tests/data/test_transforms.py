@@ -20,6 +20,7 @@ from bevctl.data.transforms import (
     crop_to_range,
     draw_space_change,
     move_space,
+    padding_mask,
     shuffle_points,
 )
 from bevctl.geometry import box_corners, invert_rigid, points_in_boxes, project_points, transform_points
@@ -249,3 +250,57 @@ def test_a_sensor_that_is_not_used_stays_absent(train: bool) -> None:
     done = _run(sample, Config(model=ModelConfig()), train, 0)
     assert done.images is None
     assert done.points is None
+
+
+@pytest.mark.parametrize(
+    ("source", "size", "rows", "columns"),
+    [
+        ((900, 1600), (928, 1600), slice(900, None), slice(0, 0)),
+        ((900, 1600), (928, 1632), slice(900, None), slice(1600, None)),
+        ((450, 800), (928, 1600), slice(900, None), slice(0, 0)),
+        ((800, 1600), (928, 1600), slice(800, None), slice(0, 0)),
+    ],
+    ids=["nuScenes", "narrower too", "half the size", "another shape"],
+)
+def test_padding_lies_below_and_to_the_right(
+    source: tuple[int, int], size: tuple[int, int], rows: slice, columns: slice
+) -> None:
+    sample = dataclasses.replace(random_sample(cameras=1), images=(np.full((*source, 3), 255, np.uint8),))
+    padded = augment_images(ImageAugmentConfig(resize_eval=1.0, pad=True), size, False)(sample, np.random.default_rng())
+    assert padded.padding is not None
+    assert padded.images is not None
+    expected = np.zeros(size, dtype=bool)
+    expected[rows] = expected[:, columns] = True
+    np.testing.assert_array_equal(padded.padding[0], expected)
+    np.testing.assert_array_equal(padded.images[0] == 0, np.repeat(expected[..., None], 3, axis=2))
+    np.testing.assert_array_equal(padded.image_aug[0, :2, 3], [0, 0])
+
+
+def test_without_padding_an_image_lies_at_the_bottom() -> None:
+    sample = dataclasses.replace(random_sample(cameras=1), images=(np.full((900, 1600, 3), 255, np.uint8),))
+    plain = augment_images(ImageAugmentConfig(resize_eval=1.0), (928, 1600), False)(sample, np.random.default_rng())
+    assert plain.padding is None
+    assert plain.images is not None
+    assert (plain.images[0][:28] == 0).all()
+    assert (plain.images[0][28:] == 255).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(change=CHANGES, size=st.sampled_from([(64, 176), (96, 160), (120, 230)]))
+def test_padding_is_what_shows_nothing_of_a_white_source(change: ImageChange, size: tuple[int, int]) -> None:
+    """Flipped too; a pixel on the edge may go either way."""
+    change = dataclasses.replace(change, pad=True, rotate=0.0, resize=change.resize / 5)
+    image, matrix = change_image(np.full((180, 320, 3), 255, np.uint8), change, size)
+    padding = padding_mask(matrix, (320, 180), size)
+    wrong = padding != (image[..., 0] == 0)
+    assert not np.lib.stride_tricks.sliding_window_view(wrong, (2, 2)).all(axis=(2, 3)).any()
+
+
+def test_views_of_a_sample_may_share_one_change() -> None:
+    sample = random_sample(cameras=4)
+    config = ImageAugmentConfig(shared=True)
+    alike = augment_images(config, (32, 64), True)(sample, np.random.default_rng(3)).image_aug
+    assert (alike == alike[0]).all()
+    alone = augment_images(dataclasses.replace(config, shared=False), (32, 64), True)(sample, np.random.default_rng(3))
+    assert len(np.unique(alone.image_aug[:, 0, 3])) == 4
+    np.testing.assert_array_equal(alone.image_aug[0], alike[0])
