@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bevctl.cli.options import ConfigCommand, ConfigRequest, config_option, config_options, json_option
+from bevctl.cli.options import (
+    ConfigCommand,
+    ConfigRequest,
+    config_option,
+    config_options,
+    engine_option,
+    json_option,
+)
 from bevctl.console import Console
 from bevctl.errors import BevctlError, ExitCode
 
@@ -36,6 +43,7 @@ class Percentage(click.ParamType):
 
 @click.command("bench", cls=ConfigCommand)
 @config_options
+@engine_option("bevctl", "mmdet3d")
 @config_option("--batch", key="train.batch", type=click.IntRange(1), metavar="N", help="Samples a step.")
 @click.option("--steps", type=click.IntRange(1), metavar="N", help="Steps timed; default: 20 on a GPU, 4 on a CPU.")
 @click.option(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bevctl.cli.options import json_option
+from bevctl.cli.options import engine_option, json_option
 from bevctl.console import Console
 from bevctl.diagnose.topics import TOPICS
 from bevctl.errors import BevctlError, did_you_mean
@@ -50,6 +50,7 @@ class TopicCommand(click.Command):
     "--forecast", is_flag=True, help="Of a healthy run: what FP16 could not hold, and the settings that help."
 )
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where to compute; auto.")
+@engine_option("bevctl", "mmdet3d")
 @click.option(
     "--fail-on", type=click.Choice(["info", "warn", "fail"]), default="warn", help="Least severity that exits 1; warn."
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bevctl.cli.options import ConfigRequest, config_option, config_options, json_option
+from bevctl.cli.options import ConfigRequest, config_option, config_options, engine_option, json_option
 from bevctl.cli.ranks import RankedCommand, run_ranks
 from bevctl.console import Console, table
 from bevctl.errors import BevctlError, ExitCode
@@ -26,6 +26,7 @@ ERRORS = ("ATE", "ASE", "AOE", "AVE", "AAE")
 
 @click.command("eval", cls=RankedCommand)
 @config_options
+@engine_option("bevctl", "mmdet3d")
 @click.option("--checkpoint", required=True, metavar="CKPT", help="Weights: a path, or a name in the work_dir.")
 @config_option("--fp16", key="precision.dtype", flag_value="fp16", help="Mixed precision in FP16.")
 @config_option("--bf16", key="precision.dtype", flag_value="bf16", help="Mixed precision in BF16.")

@@ -14,6 +14,7 @@ A command that reads a config is written so; `config_option` is a click option t
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -27,11 +28,12 @@ from bevctl.console import Console
 from bevctl.errors import BevctlError
 
 if TYPE_CHECKING:
-    from bevctl.config.load import Loaded
+    from bevctl.config.load import Loaded, Read
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 _GIVEN = "bevctl.cli.options.given"
+_ENGINE = "bevctl.cli.options.engine"
 _DOTTED = re.compile(r"--([A-Za-z_]\w*(?:\.[\w/-]+)+)(?:=(.*))?", re.DOTALL)
 _ASSIGNMENT = re.compile(r"[A-Za-z_][\w./-]*=.*", re.DOTALL)
 _SET = ("--set", "--cfg-options")
@@ -54,6 +56,8 @@ class ConfigRequest:
     sets: tuple[str, ...]
     given: Mapping[str, _Value]
     console: Console
+    engine: str | None = None
+    """--engine; None for a command without that option."""
 
     def without(self, *keys: str) -> ConfigRequest:
         """The request without what options and environment say of some keys."""
@@ -67,17 +71,48 @@ class ConfigRequest:
         """Resolve the config and say its notes on stderr.
 
         `options` are further values by config key that rank as options; None stands for "not given".
-        `fallback`: see `bevctl.config.load.load`. Raises BevctlError.
+        `fallback`: see `bevctl.config.load.load`. Raises BevctlError, also for an engine that CONFIG is not for.
         """
         from bevctl.config.load import Given, load
 
         environment = {k: Given(v.value, v.name) for k, v in self.given.items() if v.from_environment}
         chosen: dict[str, object] = {k: Given(v.value, v.name) for k, v in self.given.items() if not v.from_environment}
         chosen |= {key: value for key, value in (options or {}).items() if value is not None}
-        loaded = load(self.source, sets=self.sets, options=chosen, environment=environment, fallback=fallback)
-        for note in loaded.notes:
-            self.console.info(note)
+        loaded = load(
+            self.source, sets=self.sets, options=chosen, environment=environment, fallback=fallback, read=self._reader()
+        )
+        self._check_engine(loaded)
+        if os.environ.get("RANK", "0") == "0":
+            for note in loaded.notes:
+                self.console.info(note)
         return loaded
+
+    def _reader(self) -> Read:
+        from bevctl.config.load import read_yaml
+
+        if self.source is None or not self.source.endswith(".py") or self.engine is None:
+            return read_yaml
+        if self.engine != "mmdet3d":
+            raise BevctlError(
+                f"{self.source} is Python, a config of another project.",
+                "If it is one of mmdet3d (1.1 or newer) and you trust its code, add --engine mmdet3d.",
+            )
+        from bevctl.config.mmdet3d import read_mmdet3d
+
+        return read_mmdet3d
+
+    def _check_engine(self, loaded: Loaded) -> None:
+        foreign = loaded.config.model.mmdet3d
+        if self.engine == "mmdet3d" and foreign is None:
+            raise BevctlError(
+                f"--engine mmdet3d, but {self.source or 'the config'} describes a model of bevctl's own.",
+                "Give a config of mmdet3d (Python), or leave --engine out.",
+            )
+        if self.engine == "bevctl" and foreign is not None:
+            raise BevctlError(
+                f"This run's model is mmdet3d's, from {foreign.config}, whose code runs then.",
+                "If you trust it, add --engine mmdet3d.",
+            )
 
 
 def config_options(function: Handler) -> Handler:
@@ -101,7 +136,8 @@ def config_options(function: Handler) -> Handler:
     def handler(*arguments: Any, config: str | None, sets: tuple[str, ...], **options: Any) -> Any:
         context = click.get_current_context()
         given = context.meta.get(_GIVEN, {})
-        request = ConfigRequest(config, sets, given, context.find_object(Console) or Console())
+        console = context.find_object(Console) or Console()
+        request = ConfigRequest(config, sets, given, console, context.meta.get(_ENGINE))
         return function(*arguments, request=request, **options)
 
     return handler  # type: ignore[return-value]
@@ -128,6 +164,26 @@ def config_option(*names: str, key: str, **attributes: Any) -> Callable[[Handler
             values[key] = _Value(value, name, from_environment)
 
     return click.option(*names, callback=remember, expose_value=False, **attributes)
+
+
+def engine_option(*engines: str) -> Callable[[Handler], Handler]:
+    """Add --engine, whose first choice is the default; mmdet3d allows this process to run that project's configs."""
+
+    def remember(context: click.Context, _: click.Parameter, value: str) -> None:
+        context.meta[_ENGINE] = value
+        if value == "mmdet3d":
+            from bevctl.config.mmdet3d import allow
+
+            allow()
+
+    return click.option(
+        "--engine",
+        type=click.Choice(engines),
+        default=engines[0],
+        callback=remember,
+        expose_value=False,
+        help="mmdet3d: CONFIG is a Python config of mmdet3d (1.1 or newer); its code is run. Default: bevctl.",
+    )
 
 
 def _variable(context: click.Context, parameter: click.Parameter) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bevctl.cli.options import ConfigRequest, config_option, config_options, json_option
+from bevctl.cli.options import ConfigRequest, config_option, config_options, engine_option, json_option
 from bevctl.cli.ranks import RankedCommand, run_ranks, same_command
 from bevctl.console import Console
 from bevctl.errors import BevctlError, ExitCode
@@ -57,6 +57,7 @@ AUTO = "auto"
 
 @click.command("train", cls=RankedCommand)
 @config_options
+@engine_option("bevctl", "mmdet3d")
 @config_option("--fp16", key="precision.dtype", flag_value="fp16", help="Mixed precision in FP16 with a loss scale.")
 @config_option("--bf16", key="precision.dtype", flag_value="bf16", help="Mixed precision in BF16.")
 @config_option("--fp32", key="precision.dtype", flag_value="fp32", help="Single precision.")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bevctl.config.layers import Entries, Origin, overlay, overridden, resolve
+from bevctl.config.layers import Entries, Layer, Origin, overlay, overridden, resolve
 from bevctl.config.render import to_dict, to_yaml
 from bevctl.config.schema import Config
 from bevctl.config.sources import Given, data_layer, file_layers, find, is_there, set_layer, value_layer
@@ -19,6 +19,14 @@ __all__ = ["DEFAULT", "LOCAL", "Given", "Loaded", "Origin", "from_dict", "load",
 
 DEFAULT = "bevfusion_multitask_fp16"
 LOCAL = Path("bevctl.yaml")
+
+Read = Callable[[Path], tuple[Sequence[Layer], Sequence[str]]]
+"""The layers of a config file, weakest first, and what to say about it."""
+
+
+def read_yaml(path: Path) -> tuple[Sequence[Layer], Sequence[str]]:
+    """A config of ours, with its base. Raises BevctlError."""
+    return list(file_layers(path)), ()
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,7 @@ def load(
     options: Mapping[str, object] | None = None,
     environment: Mapping[str, object] | None = None,
     fallback: Callable[[], str | Path | Mapping[str, Any] | None] | None = None,
+    read: Read = read_yaml,
 ) -> Loaded:
     """Resolve a config.
 
@@ -50,6 +59,7 @@ def load(
         options: values (plain or `Given`) by dotted key that rank above `sets`.
         environment: values (plain or `Given`) by dotted key that rank below `sets`, above the file.
         fallback: what to use without CONFIG, when resuming: a path, a name, or a config as data; None for nothing.
+        read: how the file is read.
 
     Raises BevctlError (exit code 2) that names file and line, or the option, for what is not as the schema says.
     """
@@ -57,7 +67,12 @@ def load(
     chosen = _choose(source, fallback, notes)
     path = None if isinstance(chosen, Mapping) else find(chosen)
     entries: Entries = {}
-    for layer in [data_layer(chosen, "the resumed run")] if isinstance(chosen, Mapping) else file_layers(find(chosen)):
+    if isinstance(chosen, Mapping):
+        layers: Sequence[Layer] = [data_layer(chosen, "the resumed run")]
+    else:
+        layers, told = read(find(chosen))
+        notes.extend(told)
+    for layer in layers:
         overlay(entries, layer)
     for key, value in (environment or {}).items():
         overlay(entries, value_layer(key, value, "environment"))

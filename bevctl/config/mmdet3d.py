@@ -28,9 +28,12 @@ def allow() -> None:
     _allowed.append(True)
 
 
-def is_allowed() -> bool:
-    """Whether `allow` was called."""
-    return bool(_allowed)
+def check_allowed(path: str) -> None:
+    """Raises BevctlError (exit code 2) unless `allow` was called."""
+    if not _allowed:
+        raise BevctlError(
+            f"{path} is a config of mmdet3d, whose code would run.", "If you trust it, say so: --engine mmdet3d."
+        )
 
 
 @contextlib.contextmanager
@@ -53,10 +56,7 @@ def run_config(path: str) -> Any:
     Raises:
         BevctlError: nobody asked for it, mmengine is not installed, or the file's code fails.
     """
-    if not is_allowed():
-        raise BevctlError(
-            f"{path} is a config of mmdet3d, whose code would run.", "If you trust it, say so: --engine mmdet3d."
-        )
+    check_allowed(path)
     with installed(), quiet():
         from mmengine.config import Config
         from mmengine.registry import init_default_scope

@@ -13,6 +13,7 @@ import torch
 
 from bevctl.batch import AnyBatch
 from bevctl.config.load import from_dict
+from bevctl.config.mmdet3d import check_allowed
 from bevctl.config.schema import Config
 from bevctl.data.loader import Reshuffle, Samples
 from bevctl.data.split import open_split
@@ -161,11 +162,17 @@ def open_bundle(folder: Path, device: str, rank: int | None = None) -> Bundle:
 
 
 def config_of(checkpoint: Checkpoint) -> Config:
-    """The config in a checkpoint, which is checked for damage; that beside it is for the reader."""
+    """The config in a checkpoint, which is checked for damage; that beside it is for the reader.
+
+    Raises BevctlError, also where it names code of another project that nobody allowed to run.
+    """
     config = checkpoint.meta.get("config")
     if not isinstance(config, dict):
         raise BevctlError(f"{checkpoint.path} holds no config.", "Use a file that bevctl wrote.")
-    return from_dict(config)
+    found = from_dict(config)
+    if found.model.mmdet3d is not None:
+        check_allowed(found.model.mmdet3d.config)
+    return found
 
 
 def sound_incident(folder: Path) -> Incident:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from bevctl.files import atomic_path
 from bevctl.models.layouts import exchange_box_convention, match_decoders, to_ours
 from bevctl.models.layouts_petr import unequal_code_weights
 from bevctl.models.layouts_swin import match_bias_tables
+from bevctl.models.mmdet3d import Detector
 
 FORMAT = "bevctl"
 _WIDTH_FIRST = ("mit", "petr")
@@ -205,7 +206,7 @@ def load_weights(model: nn.Module, path: Path) -> LoadReport:
 def load_state(model: nn.Module, checkpoint: Checkpoint, boxes: str = "auto") -> LoadReport:
     """`load_weights` for a checkpoint that was read already; `boxes` as of `to_our_layout`."""
     ours = model.state_dict()
-    state, layout, notes = to_our_layout(checkpoint, boxes)
+    state, layout, notes = reader_for(model)(checkpoint, boxes)
     state = match_decoders(match_bias_tables(state, ours), ours)
     derived = {key for key in ours if is_derived(key)}
     fitting = {k: v for k, v in state.items() if k in ours and v.shape == ours[k].shape and k not in derived}
@@ -276,7 +277,23 @@ def _same_values(theirs: Tensor, ours: Tensor) -> bool:
     return theirs.shape == ours.shape and torch.allclose(theirs.double(), ours.cpu().double(), atol=1e-4)
 
 
-def convert_like_weights(checkpoint: Checkpoint, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+Reader = Callable[[Checkpoint, str], tuple[dict[str, Tensor], str, list[str]]]
+"""See `to_our_layout`."""
+
+
+def reader_for(model: nn.Module) -> Reader:
+    """How the entries of a checkpoint become those of `model`: as they are, where its names are another project's."""
+    return _as_they_are if isinstance(model, Detector) else to_our_layout
+
+
+def _as_they_are(checkpoint: Checkpoint, boxes: str) -> tuple[dict[str, Tensor], str, list[str]]:
+    del boxes
+    return checkpoint.state_dict, checkpoint.origin, []
+
+
+def convert_like_weights(
+    checkpoint: Checkpoint, values: Mapping[str, Tensor], read: Reader = to_our_layout
+) -> dict[str, Tensor]:
     """`values`, one tensor a parameter under the file's names, renamed and reordered as the file's weights are."""
     stand_in = Checkpoint(checkpoint.path, {"meta": checkpoint.meta, "state_dict": dict(values)})
-    return to_our_layout(stand_in)[0]
+    return read(stand_in, "auto")[0]

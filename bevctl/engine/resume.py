@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bevctl.data.loader import Reshuffle
-from bevctl.engine.checkpoint import Checkpoint, convert_like_weights, load_state
+from bevctl.engine.checkpoint import Checkpoint, Reader, convert_like_weights, load_state, reader_for, to_our_layout
 from bevctl.engine.dist import World, gather
 from bevctl.engine.ema import WeightAverage
 from bevctl.engine.load_report import LoadReport
@@ -94,6 +94,12 @@ def snapshot(
             "batch": inner * state.setting.accumulate,
             "reshuffles": [list(reshuffle) for reshuffle in state.reshuffles],
         },
+        # mmengine's runner looks for these when it resumes.
+        "message_hub": {
+            "log_scalars": {},
+            "runtime_info": {"epoch": epoch, "iter": iteration},
+            "resumed_keys": {"epoch": True, "iter": True},
+        },
         "meta": {
             **meta,
             "epoch": epoch,
@@ -130,7 +136,7 @@ def restore(state: TrainState, checkpoint: Checkpoint, world: World, min_loaded:
             f"Same setting: continuing at iteration {resumed.iteration} (epoch {epoch + 1}, {inner} of "
             f"{state.setting.iters_per_epoch} done) with the same data order and random state"
         )
-    resumed.notes.append(_restore_optimizer(state.optimizer, checkpoint))
+    resumed.notes.append(_restore_optimizer(state.optimizer, checkpoint, reader_for(state.model)))
     resumed.notes.extend(_restore_scaler(state, checkpoint))
     resumed.notes.extend(_restore_average(state, checkpoint))
     resumed.notes.extend(_restore_fp32_modules(state, checkpoint))
@@ -184,14 +190,14 @@ def _restore_position_by_epoch(state: TrainState, checkpoint: Checkpoint, change
         resumed.notes.append(f"The {inner} iterations already done of epoch {checkpoint.epoch + 1} are done again")
 
 
-def _restore_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> str:
+def _restore_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, read: Reader) -> str:
     saved = checkpoint.content.get("optimizer")
     if not isinstance(saved, Mapping) or not saved.get("state"):
         return "Optimizer state: fresh, the file has none"
     if checkpoint.origin == "bevctl":
         states = saved_parameter_states(saved)
     else:
-        states = foreign_parameter_states(checkpoint)
+        states = foreign_parameter_states(checkpoint, read)
         if not states:
             return "Optimizer state: fresh, the file's does not match its own weights"
     total = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -201,7 +207,7 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint)
     return f"Optimizer state: restored for {total - len(fresh)} of {total} parameters, fresh for the rest"
 
 
-def foreign_parameter_states(checkpoint: Checkpoint) -> dict[str, ParameterState]:
+def foreign_parameter_states(checkpoint: Checkpoint, read: Reader = to_our_layout) -> dict[str, ParameterState]:
     """AdamW states of an mmcv or mmengine file under our parameter names; empty where they cannot be assigned.
 
     Those files number the parameters in the order of the model. That order is the state dict's without its buffers, a
@@ -214,21 +220,21 @@ def foreign_parameter_states(checkpoint: Checkpoint) -> dict[str, ParameterState
     for candidate in (names, without_geometry):
         if len(candidate) == len(indices):
             numbered = dict(zip(candidate, sorted(indices), strict=True))
-            return _assign_foreign_states(checkpoint, saved["state"], numbered)
+            return _assign_foreign_states(checkpoint, saved["state"], numbered, read)
     return {}
 
 
 def _assign_foreign_states(
-    checkpoint: Checkpoint, state: Mapping[int, Any], numbered: Mapping[str, int]
+    checkpoint: Checkpoint, state: Mapping[int, Any], numbered: Mapping[str, int], read: Reader
 ) -> dict[str, ParameterState]:
     weights = checkpoint.state_dict
     present = {name: state[index] for name, index in numbered.items() if index in state}
     if any(not _is_adam_state(s, weights[name]) for name, s in present.items()):
         return {}
-    averages = convert_like_weights(checkpoint, {name: s["exp_avg"] for name, s in present.items()})
+    averages = convert_like_weights(checkpoint, {name: s["exp_avg"] for name, s in present.items()}, read)
     # Conversions may change signs, which squares do not have.
-    squares = convert_like_weights(checkpoint, {name: s["exp_avg_sq"] for name, s in present.items()})
-    steps = convert_like_weights(checkpoint, {name: _step_everywhere(s) for name, s in present.items()})
+    squares = convert_like_weights(checkpoint, {name: s["exp_avg_sq"] for name, s in present.items()}, read)
+    steps = convert_like_weights(checkpoint, {name: _step_everywhere(s) for name, s in present.items()}, read)
     return {
         name: {"step": steps[name].abs().max(), "exp_avg": average, "exp_avg_sq": squares[name].abs()}
         for name, average in averages.items()

@@ -245,7 +245,13 @@ def _train(
         checkpoint_interval=config.train.checkpoint_interval,
         max_bad_samples=config.data.max_bad_samples,
     )
-    meta = {"format": FORMAT, "version": bevctl.__version__, "config": to_dict(config), "time": time.time()}
+    meta = {
+        "format": FORMAT,
+        "version": bevctl.__version__,
+        "config": to_dict(config),
+        "time": time.time(),
+        **parts.dataset.checkpoint_meta,
+    }
     with (
         _open_writer(parts, options, work_dir, resumed) as writer,
         _open_event_files(parts, work_dir, resumed) as event_files,

@@ -14,7 +14,7 @@ from bevctl.batch import AnyBatch, Batch
 from bevctl.config.schema import Config
 from bevctl.data.loader import EpochSampler, collate, make_loader
 from bevctl.data.sample import Item
-from bevctl.data.split import open_split
+from bevctl.data.split import brings_data, open_split
 from bevctl.data.synth.street import street_sample
 from bevctl.data.transforms import build_transforms
 from bevctl.errors import BevctlError
@@ -45,7 +45,8 @@ def make_inputs(config: Config, count: int, pin: bool) -> Inputs:
         BevctlError: the data set is there and cannot be read.
     """
     info = Path(config.data.root) / config.data.info_train
-    inputs = _from_data_set(config, count, info) if info.is_file() else _from_streets(config, count)
+    stored = info.is_file() or brings_data(config)
+    inputs = _from_data_set(config, count, info) if stored else _from_streets(config, count)
     return dataclasses.replace(inputs, batches=[b.pin_memory() for b in inputs.batches]) if pin else inputs
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -72,6 +72,7 @@ class PointData:
 
     unreadable: frozenset[int] = frozenset()
     collate = staticmethod(collate)
+    checkpoint_meta: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, config: Config, split: str) -> None:
         self.config = config

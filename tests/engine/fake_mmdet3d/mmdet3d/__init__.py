@@ -1,0 +1,1 @@
+"""Stands for mmdet3d."""
