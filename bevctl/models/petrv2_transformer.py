@@ -43,16 +43,20 @@ class Attention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None = None) -> Tensor:
         """(B, Q, C) of (B, L, C) keys and values; keys where `padding` (B, L) is True are passed over."""
-        dtype = autocast_dtype(query)
-        weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
-        q, k, v = (
-            linear(x, weight, bias, dtype).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
-        )
+        channels = query.shape[-1]
+        if key is query:
+            q, k = self._projected(query, 0, 2 * channels).chunk(2, dim=-1)
+        else:
+            q, k = self._projected(query, 0, channels), self._projected(key, channels, 2 * channels)
+        v = self._projected(value, 2 * channels, 3 * channels)
+        q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (q, k, v))
         mask = None if padding is None else ~padding[:, None, None]
         attended = F.scaled_dot_product_attention(q, k, v, mask, self.dropout if self.training else 0.0)
         projected: Tensor = self.out_proj(attended.transpose(1, 2).flatten(2))
         return projected
+
+    def _projected(self, x: Tensor, first: int, end: int) -> Tensor:
+        return linear(x, self.in_proj_weight[first:end], self.in_proj_bias[first:end], autocast_dtype(x))
 
 
 class PetrDecoderLayer(nn.Module):
