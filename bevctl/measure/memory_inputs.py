@@ -50,8 +50,11 @@ class Sizes:
         return len(self.each)
 
 
-def sample_sizes(config: Config) -> Sizes:
+def sample_sizes(config: Config, most: int = _SAMPLES) -> Sizes:
     """Sizes of augmented training samples: of the config's data set, or of streets made in memory without one.
+
+    Args:
+        most: samples looked at.
 
     Raises:
         BevctlError: the data set is there and cannot be read.
@@ -59,8 +62,8 @@ def sample_sizes(config: Config) -> Sizes:
     blind = _blind(config)
     info = Path(config.data.root) / config.data.info_train
     dataset = open_split(blind, "train") if info.is_file() else None
-    found = [_size(config, sample) for sample in (_stored(dataset) if dataset is not None else ())]
-    sizes = sizes_of(found or [_size(config, s) for s in _streets(blind)], str(info) if found else "synthetic")
+    found = [_size(config, sample) for sample in (_stored(dataset, most) if dataset is not None else ())]
+    sizes = sizes_of(found or [_size(config, s) for s in _streets(blind, most)], str(info) if found else "synthetic")
     return dataclasses.replace(sizes, epoch=len(dataset) if dataset is not None else None)
 
 
@@ -85,20 +88,20 @@ def _points(sample: Sample | None) -> int:
     return len(sample.points) if sample is not None and sample.points is not None else 0
 
 
-def _looked_at(dataset: Samples) -> list[int]:
-    return [int(index) for index in np.linspace(0, len(dataset) - 1, min(_SAMPLES, len(dataset)))]
+def _looked_at(dataset: Samples, most: int = _SAMPLES) -> list[int]:
+    return [int(index) for index in np.linspace(0, len(dataset) - 1, min(most, len(dataset)))]
 
 
-def _stored(dataset: Samples) -> Iterator[Sample]:
-    for index in _looked_at(dataset):
+def _stored(dataset: Samples, most: int) -> Iterator[Sample]:
+    for index in _looked_at(dataset, most):
         sample = dataset[0, index].sample
         if sample is not None:
             yield sample
 
 
-def _streets(config: Config) -> Iterator[Sample]:
+def _streets(config: Config, most: int) -> Iterator[Sample]:
     transforms = build_transforms(config, train=True).values()
-    for seed in range(_STREETS):
+    for seed in range(min(_STREETS, most)):
         sample = street_sample(config, seed)
         for transform in transforms:
             sample = transform(sample, np.random.default_rng([config.seed, seed]))

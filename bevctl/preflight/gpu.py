@@ -146,4 +146,11 @@ CHECKS = (
         required="direct access between all GPUs of the run",
         why="without it gradients travel through host memory, which slows every step",
     ),
+    CheckSpec(
+        "GPU017",
+        "memory of a training step",
+        gpu_memory.step_memory,
+        why="activations come on top of weights and optimizer, and are most of what a run takes",
+        at_start=False,
+    ),
 )

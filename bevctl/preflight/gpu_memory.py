@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bevctl.preflight.checks import Context, Outcome, failed, passed, skipped, unknown, warned
 from bevctl.preflight.gpu_selection import each_gpu, gpus_in_use, usable_memory
-from bevctl.preflight.needs import NotKnown, gpu_state_bytes
+from bevctl.preflight.needs import NotKnown, gpu_state_bytes, step_bytes
 from bevctl.preflight.nvml import Gpu, NotReported
 from bevctl.preflight.processes import Holder, holders
 
@@ -27,6 +27,30 @@ def free_memory(context: Context) -> Outcome:
             return unknown(f"memory not reported ({memory.reason})")
         if memory.free < need:
             return failed(_free(gpu), "End what holds it (GPU008, GPU009), or use another GPU.", required=required)
+        return passed(_free(gpu), required=required)
+
+    return each_gpu(context, judge)
+
+
+def step_memory(context: Context) -> Outcome:
+    """Free memory against what `bevctl memory` predicts for a step."""
+    if not context.once(gpus_in_use).used:
+        return skipped("no GPU to look at, see GPU001")
+    try:
+        need = context.once(step_bytes)
+    except NotKnown as error:
+        return unknown(str(error), advisory=True)
+    required = f"{_gib(need.typical)} predicted for a step, {_gib(need.large)} with large samples"
+    fix = "Lower --batch, or see `bevctl memory --fit` for settings that fit."
+
+    def judge(gpu: Gpu) -> Outcome:
+        memory = usable_memory(gpu)
+        if isinstance(memory, NotReported):
+            return unknown(f"memory not reported ({memory.reason})")
+        if memory.free < need.typical:
+            return failed(_free(gpu), fix, required=required)
+        if memory.free < need.large:
+            return warned(f"{_free(gpu)}: large samples may not fit", fix, required=required)
         return passed(_free(gpu), required=required)
 
     return each_gpu(context, judge)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from bevctl.preflight.checks import Context
 
 _STATE_COPIES = 4
@@ -10,6 +12,10 @@ _SAVED_COPIES = 3
 """FP32 numbers a parameter in a checkpoint: weight and AdamW's two averages."""
 CUDA_CONTEXT = 2**29
 """Bytes that CUDA and its libraries take before the first tensor."""
+
+
+_SAMPLES = 6
+"""Samples looked at for their size."""
 
 
 class NotKnown(Exception):
@@ -28,6 +34,37 @@ def parameters(context: Context) -> int:
 def gpu_state_bytes(context: Context) -> int:
     """Lower bound of a GPU's memory: weights, gradients, optimizer state and CUDA; activations come on top."""
     return _STATE_COPIES * 4 * context.once(parameters) + CUDA_CONTEXT
+
+
+@dataclass(frozen=True)
+class StepNeed:
+    """Bytes of the device that training takes, as `bevctl memory` predicts them."""
+
+    typical: int
+    large: int
+    """With samples of the 99th percentile."""
+
+
+def step_bytes(context: Context) -> StepNeed:
+    """What a step of the run takes. Raises NotKnown where it cannot be predicted."""
+    config = context.config
+    if config is None:
+        raise NotKnown("no config of ours to trace")
+    from bevctl.errors import BevctlError
+    from bevctl.measure.memory import Predictor
+    from bevctl.measure.memory_inputs import sample_sizes
+
+    model = config.model
+    precision = "fp16" if context.precision == "auto" else context.precision
+    try:
+        sizes = sample_sizes(config, most=_SAMPLES)
+        typical, large = (
+            Predictor(config, size, context.gpus or 1).need(precision, context.batch, model.checkpointing).device
+            for size in (sizes.typical, sizes.p99)
+        )
+    except BevctlError as error:
+        raise NotKnown(error.message) from error
+    return StepNeed(typical, large)
 
 
 def checkpoint_bytes(context: Context) -> int:

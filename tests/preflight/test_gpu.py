@@ -13,9 +13,10 @@ import pynvml
 import pytest
 
 from bevctl.finding import Check, CheckStatus
-from bevctl.preflight import gpu, gpu_compute, gpu_health, gpu_memory, gpu_probe
+from bevctl.preflight import gpu, gpu_compute, gpu_health, gpu_memory, gpu_probe, needs
 from bevctl.preflight.checks import Context
 from bevctl.preflight.gpu_compute import TorchBuild
+from bevctl.preflight.needs import StepNeed
 from bevctl.preflight.run import Selection, run_checks
 from tests.preflight import fake_nvml
 from tests.preflight.conftest import MakeContext
@@ -40,6 +41,7 @@ def check(monkeypatch: pytest.MonkeyPatch, make_context: MakeContext) -> CheckAl
         init: int = 0,
         cuda: int = 12080,
         log: list[str] | None = None,
+        need: tuple[int, int] = (4 * GIB, 5 * GIB),
         **options: Any,
     ) -> dict[str, Check]:
         fake_nvml.install(monkeypatch, *cards, init=init, cuda=cuda)
@@ -53,6 +55,7 @@ def check(monkeypatch: pytest.MonkeyPatch, make_context: MakeContext) -> CheckAl
         monkeypatch.setattr(gpu_compute, "torch_build", lambda _: build)
         monkeypatch.setattr(gpu_health, "kernel_log", lambda: [] if log is None else log)
         monkeypatch.setattr(gpu_memory, "gpu_state_bytes", lambda _: 2 * GIB)
+        monkeypatch.setattr(gpu_memory, "step_bytes", lambda _: StepNeed(*need))
         report = run_checks({"gpu": gpu.CHECKS}, make_context(*sets, **options), Selection())
         return {found.id: found for found in report.checks}
 
@@ -68,6 +71,23 @@ def test_a_healthy_h200_passes_everything(check: CheckAll) -> None:
     assert statuses(checks) == {"pass"}
     assert "GPU 0, 1: NVIDIA H200" in checks["GPU001"].found
     assert "139.5 GiB of 140.0 GiB free" in checks["GPU007"].found
+
+
+def test_the_predicted_step_against_what_is_free(check: CheckAll) -> None:
+    found = check(h200(), need=(100 * GIB, 120 * GIB))["GPU017"]
+    assert (found.status.value, found.required) == (
+        "pass",
+        "100.0 GiB predicted for a step, 120.0 GiB with large samples",
+    )
+    large = check(h200(), need=(100 * GIB, 160 * GIB))["GPU017"]
+    assert (large.status.value, "large samples may not fit" in large.found) == ("warn", True)
+    assert check(h200(), need=(150 * GIB, 160 * GIB))["GPU017"].status.value == "fail"
+
+
+def test_the_prediction_is_that_of_the_memory_command(make_context: MakeContext) -> None:
+    context = make_context("model.camera=null", "model.map=null", "precision.dtype=fp16")
+    need = needs.step_bytes(context)
+    assert needs.CUDA_CONTEXT < need.typical <= need.large
 
 
 @pytest.mark.parametrize("card", [v100s, t4])
