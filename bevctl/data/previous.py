@@ -27,6 +27,11 @@ LONGEST_PAUSE = 1.0
 """Samples that are further apart are of two scenes, where the info file does not name scenes, s."""
 
 
+def usual_age(config: PreviousFrameConfig, place: int) -> float:
+    """How long before the keyframe the images of a place were taken in nuScenes, s."""
+    return (place + 1) * (CAMERA_PERIOD if config.source == "sweeps" else KEYFRAME_PERIOD)
+
+
 class PreviousFrames:
     """Chooses an earlier moment for each sample of an info file, as `data.previous` says.
 
@@ -85,8 +90,7 @@ class PreviousFrames:
 
     def _aged(self, image: CameraInfo, place: int) -> CameraInfo:
         """The image, taken as long ago as images of `place` usually are: velocity is a way over this time."""
-        period = CAMERA_PERIOD if self._config.source == "sweeps" else KEYFRAME_PERIOD
-        return dataclasses.replace(image, timestamp=image.timestamp - (place + 1) * period)
+        return dataclasses.replace(image, timestamp=image.timestamp - usual_age(self._config, place))
 
     def _earlier_keyframes(self, sample: SampleInfo) -> Iterator[SampleInfo]:
         token = sample.token

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bevctl.config.schema import Config
+from bevctl.data.previous import usual_age
 from bevctl.data.sample import Sample
 from bevctl.data.synth.lidar import scan
 from bevctl.data.synth.options import TRAIN_LOCATIONS
@@ -30,16 +31,16 @@ def street_sample(config: Config, seed: int) -> Sample:
     scene = make_scene(ScenePlan(f"street-{seed}", seed, TRAIN_LOCATIONS[0], 0), config.seed, _SCENE_KEYFRAMES)
     time = config.data.sweeps * SWEEP_PERIOD
     boxes, labels = _objects(scene, time, config.data.classes)
-    camera2lidar = np.stack([invert_rigid(LIDAR2EGO) @ camera.camera2ego for camera in CAMERAS])
+    ages = _ages(config)
     intrinsics = np.stack([rigid(camera.intrinsics(1.0), np.zeros(3)) for camera in CAMERAS])
     return Sample(
         token=f"street-{seed}",
-        images=_images(rng) if config.model.camera is not None else None,
+        images=_images(rng, config.data.frames) if config.model.camera is not None else None,
         points=_cloud(scene, time, config.data.sweeps, rng),
-        intrinsics=intrinsics,
-        camera2lidar=camera2lidar,
-        times=np.zeros(len(CAMERAS)),
-        image_aug=np.broadcast_to(np.eye(4), (len(CAMERAS), 4, 4)),
+        intrinsics=np.tile(intrinsics, (len(ages), 1, 1)),
+        camera2lidar=np.concatenate([_camera2lidar(scene, time, age) for age in ages]),
+        times=np.repeat(ages, len(CAMERAS)),
+        image_aug=np.broadcast_to(np.eye(4), (len(ages) * len(CAMERAS), 4, 4)),
         lidar_aug=np.eye(4),
         boxes=boxes,
         labels=labels,
@@ -48,9 +49,21 @@ def street_sample(config: Config, seed: int) -> Sample:
     )
 
 
-def _images(rng: np.random.Generator) -> tuple[NDArray[np.uint8], ...]:
+def _images(rng: np.random.Generator, frames: int) -> tuple[NDArray[np.uint8], ...]:
     width, height = image_size(1.0)
-    return tuple(rng.integers(0, 256, (height, width, 3), dtype=np.uint8) for _ in CAMERAS)
+    return tuple(rng.integers(0, 256, (height, width, 3), dtype=np.uint8) for _ in range(frames * len(CAMERAS)))
+
+
+def _ages(config: Config) -> list[float]:
+    """Of the images of each moment, s."""
+    previous = config.data.previous
+    return [0.0] if previous is None else [0.0, usual_age(previous, previous.eval)]
+
+
+def _camera2lidar(scene: Scene, time: float, age: float) -> Array:
+    """(N, 4, 4) cameras `age` s before `time` → LiDAR frame at `time`."""
+    ego2lidar = invert_rigid(_lidar2global(scene, time)) @ scene.ego2global(time - age)
+    return np.stack([ego2lidar @ camera.camera2ego for camera in CAMERAS])
 
 
 def _lidar2global(scene: Scene, time: float) -> Array:
