@@ -42,7 +42,7 @@ class PetrImageEncoder(nn.Module):
         inputs = self.normalize(images, padding).flatten(0, 1)
         features = self.neck(self.backbone(inputs))
         size = (features.shape[2], features.shape[3])
-        rays, origins = frustum_rays(_pixels(images.shape[-2:], size, images.device), calibration)
+        rays, origins = frustum_rays(feature_pixels(images.shape[-2:], size, images.device), calibration)
         if padding is not None:
             padding = F.interpolate(padding.float(), size).bool()
         values, keys = self.position(features.unflatten(0, (batch, views)), rays, origins, padding)
@@ -114,7 +114,7 @@ class PETRv2(Network):
         return memory
 
 
-def _pixels(image: tuple[int, int] | torch.Size, feature: tuple[int, int], device: torch.device) -> Tensor:
+def feature_pixels(image: tuple[int, int] | torch.Size, feature: tuple[int, int], device: torch.device) -> Tensor:
     """(h, w, 2) u, v of the first pixel of each feature's cell."""
     v, u = (torch.arange(n, device=device) * (size / n) for size, n in zip(image, feature, strict=True))
     rows, columns = torch.meshgrid(v, u, indexing="ij")
