@@ -80,14 +80,11 @@ def run_config(path: str) -> Any:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """What OpenMMLab's packages print goes to stderr, and only from warnings on: stdout carries results."""
-    logger = logging.getLogger("mmengine")
     with contextlib.redirect_stdout(sys.stderr):
-        before = logger.level
-        logger.setLevel(logging.WARNING)
-        try:
-            yield
-        finally:
-            logger.setLevel(before)
+        from mmengine.logging import MMLogger
+
+        MMLogger.get_current_instance().setLevel(logging.WARNING)
+        yield
 
 
 def read_mmdet3d(path: Path) -> tuple[list[Layer], list[str]]:
