@@ -1,4 +1,4 @@
-"""Triton kernels of `bevctl.ops.max_pool`, on channels-last maps."""
+"""Triton kernels of `bevctl.ops.max_pool`: one pass over a channels-last map each."""
 
 from __future__ import annotations
 
@@ -9,74 +9,95 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bevctl.ops.kernels.launch import blocks, launch, sized
+from bevctl.ops.kernels.launch import blocks, launch, power_of_two, sized
 
-_ELEMENTS = 1024
+_COLUMNS, _ELEMENTS = 64, 2048
+"""Most channels and numbers that a program holds at a time."""
 
 
 @triton.jit
-def _position(elements, height, width, channels, BLOCK: tl.constexpr):
-    """Sample, row, column and channel of each element of a channels-last map, and which of them are there."""
-    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    pixel = element // channels
-    line = pixel // width
-    return element, line // height, line % height, pixel % width, element % channels, element < elements
+def _pixel(height, width, rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sample, row and column of each pixel, channels, and which of them are there."""
+    place = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    column, above = place % width, place // width
+    return (above // height).to(tl.int64), above % height, column, channel, place < rows
 
 
-@sized("elements", "height", "width", "pooled_height", "pooled_width", "channels")
+@sized("height", "width", "out_height", "out_width", "rows")
 def _forward_kernel(
-    x, pooled, source, elements, height, width, pooled_height, pooled_width, channels, BLOCK: tl.constexpr
-):
-    element, sample, row, column, channel, valid = _position(elements, pooled_height, pooled_width, channels, BLOCK)
-    largest = tl.full([BLOCK], -float("inf"), tl.float32)
-    place = tl.zeros([BLOCK], tl.int32)
-    for tap in tl.static_range(9):
-        y, z = 2 * row + tap // 3, 2 * column + tap % 3
-        there = valid & (y < height) & (z < width)
-        value = tl.load(x + ((sample * height + y) * width + z) * channels + channel, mask=there, other=-float("inf"))
-        value = value.to(tl.float32)
-        larger = there & ((value > largest) | (value != value))
-        largest = tl.where(larger, value, largest)
-        place = tl.where(larger, tap, place)
-    tl.store(pooled + element, largest.to(pooled.dtype.element_ty), mask=valid)
-    tl.store(source + element, place.to(tl.uint8), mask=valid)
+    x, out, chosen, height, width, out_height, out_width, rows,
+    C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    sample, row, column, channel, there = _pixel(out_height, out_width, rows, ROWS, COLUMNS)
+    inside = there[:, None] & (channel < C)[None, :]
+    best = tl.full((ROWS, COLUMNS), float("-inf"), tl.float32)
+    choice = tl.zeros((ROWS, COLUMNS), tl.int32)
+    for offset in tl.static_range(9):
+        y, z = 2 * row + offset // 3, 2 * column + offset % 3
+        valid = inside & ((y < height) & (z < width))[:, None]
+        source = ((sample * height + y) * width + z)[:, None] * C + channel[None, :]
+        value = tl.load(x + source, mask=valid, other=float("-inf")).to(tl.float32)
+        better = valid & ((value > best) | (value != value))
+        best = tl.where(better, value, best)
+        choice = tl.where(better, offset, choice)
+    target = ((sample * out_height + row) * out_width + column)[:, None] * C + channel[None, :]
+    tl.store(out + target, best.to(out.dtype.element_ty), mask=inside)
+    tl.store(chosen + target, choice.to(tl.uint8), mask=inside)
 
 
-@sized("elements", "height", "width", "pooled_height", "pooled_width", "channels")
+@sized("height", "width", "out_height", "out_width", "rows")
 def _backward_kernel(
-    grad, source, out, elements, height, width, pooled_height, pooled_width, channels, BLOCK: tl.constexpr
-):
-    """Each pixel looks at the up to four windows that it is in."""
-    element, sample, row, column, channel, valid = _position(elements, height, width, channels, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for window in tl.static_range(4):
-        y, z = row // 2 - window // 2, column // 2 - window % 2
-        down, right = row - 2 * y, column - 2 * z
-        there = valid & (y >= 0) & (z >= 0) & (y < pooled_height) & (z < pooled_width) & (down < 3) & (right < 3)
-        place = ((sample * pooled_height + y) * pooled_width + z) * channels + channel
-        chosen = tl.load(source + place, mask=there, other=255).to(tl.int64) == 3 * down + right
-        total += tl.load(grad + place, mask=there & chosen, other=0.0).to(tl.float32)
-    tl.store(out + element, total.to(out.dtype.element_ty), mask=valid)
+    grad, chosen, x_grad, height, width, out_height, out_width, rows,
+    C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    sample, row, column, channel, there = _pixel(height, width, rows, ROWS, COLUMNS)
+    inside = there[:, None] & (channel < C)[None, :]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for step in tl.static_range(4):
+        # An even row is the first of one window and the last of the one before; an odd one is the middle of one.
+        window_row, window_column = row // 2 - step // 2, column // 2 - step % 2
+        y, z = row - 2 * window_row, column - 2 * window_column
+        is_window = (y < 3) & (z < 3) & (window_row >= 0) & (window_column >= 0)
+        is_window = is_window & (window_row < out_height) & (window_column < out_width)
+        valid = inside & is_window[:, None]
+        source = ((sample * out_height + window_row) * out_width + window_column)[:, None] * C + channel[None, :]
+        choice = tl.load(chosen + source, mask=valid, other=255).to(tl.int32)
+        value = tl.load(grad + source, mask=valid, other=0.0).to(tl.float32)
+        total += tl.where(choice == (3 * y + z)[:, None], value, 0.0)
+    target = ((sample * height + row) * width + column)[:, None] * C + channel[None, :]
+    tl.store(x_grad + target, total.to(x_grad.dtype.element_ty), mask=inside)
 
 
 def forward(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Pooled map, and the place in the window that each value is from, 0 to 8 by rows, uint8."""
+    """(B, C, H, W) channels-last → the largest values and which of the nine each was, uint8, both channels-last."""
     batch, channels, height, width = x.shape
-    pooled_height, pooled_width = height // 2, width // 2
-    shape = (batch, channels, pooled_height, pooled_width)
-    pooled = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    source = torch.empty(shape, dtype=torch.uint8, device=x.device, memory_format=torch.channels_last)
-    sizes = (pooled.numel(), height, width, pooled_height, pooled_width, channels)
-    launch(_forward_kernel, (blocks(pooled.numel(), _ELEMENTS),), x, pooled, source, *sizes, BLOCK=_ELEMENTS)
-    return pooled, source
+    size = (height // 2, width // 2)
+    out = _empty(x, size, x.dtype)
+    chosen = _empty(x, size, torch.uint8)
+    rows = batch * size[0] * size[1]
+    grid, sizes = _plan(rows, channels)
+    launch(_forward_kernel, grid, x, out, chosen, height, width, *size, rows, **sizes)
+    return out, chosen
 
 
-def backward(grad: Tensor, source: Tensor, size: Sequence[int]) -> Tensor:
-    """Gradient of a map of `size` (B, C, H, W)."""
+def backward(grad: Tensor, chosen: Tensor, size: Sequence[int]) -> Tensor:
+    """Gradient of a map of `size` (B, C, H, W), channels-last."""
     batch, channels, height, width = size
-    out = torch.empty(
-        (batch, channels, height, width), dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last
-    )
-    sizes = (out.numel(), height, width, grad.shape[2], grad.shape[3], channels)
-    launch(_backward_kernel, (blocks(out.numel(), _ELEMENTS),), grad, source, out, *sizes, BLOCK=_ELEMENTS)
-    return out
+    out_height, out_width = grad.shape[2:]
+    x_grad = _empty(grad, (height, width), grad.dtype)
+    rows = batch * height * width
+    grid, sizes = _plan(rows, channels)
+    launch(_backward_kernel, grid, grad, chosen, x_grad, height, width, out_height, out_width, rows, **sizes)
+    return x_grad
+
+
+def _empty(like: Tensor, size: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    shape = (*like.shape[:2], *size)
+    return torch.empty(shape, dtype=dtype, device=like.device, memory_format=torch.channels_last)
+
+
+def _plan(rows: int, channels: int) -> tuple[tuple[int, int], dict[str, int]]:
+    columns = min(_COLUMNS, power_of_two(channels))
+    tall = _ELEMENTS // columns
+    return (blocks(channels, columns), blocks(rows, tall)), {"C": channels, "ROWS": tall, "COLUMNS": columns}
