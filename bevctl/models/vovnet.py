@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -66,19 +66,22 @@ class EffectiveSqueezeExcitation(nn.Module):
 class OsaBlock(nn.Module):
     """One-shot aggregation: `layers` 3 × 3 convolutions in a row, all results concatenated, convolved 1 × 1 and gated.
 
-    An `identity` block adds its input, which has as many channels as its output.
+    A block that `halves` takes the largest value of each window of the map first. An `identity` block adds its input,
+    which has as many channels as its output.
     """
 
-    def __init__(self, channels_in: int, inner: int, channels: int, layers: int, identity: bool) -> None:
+    def __init__(self, channels_in: int, inner: int, channels: int, layers: int, halves: bool, identity: bool) -> None:
         super().__init__()
-        self.identity = identity
+        self.halves, self.identity = halves, identity
         sources = [channels_in] + [inner] * (layers - 1)
         self.layers = nn.ModuleList([VoVNetConv(source, inner, 3) for source in sources])
         self.concat = VoVNetConv(channels_in + layers * inner, channels, 1)
         self.ese = EffectiveSqueezeExcitation(channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C_in, H, W) → (B, C, H, W)."""
+        """(B, C_in, H, W) → (B, C, H, W), or (B, C, ⌊H / 2⌋, ⌊W / 2⌋) where it halves."""
+        if self.halves:
+            x = max_pool(x)
         out, means = self._aggregated(x)
         return gated(out, self.ese(means), x.to(out.dtype) if self.identity else None)
 
@@ -98,8 +101,8 @@ class OsaBlock(nn.Module):
 class VoVNet(nn.Module):
     """Image backbone; returns the last `levels` of its four stages, at strides 4, 8, 16 and 32.
 
-    `checkpointing` recomputes each block in the backward pass. With `norm_eval` BatchNorms keep their statistics in
-    training, as PETR trains; their factors and shifts are learned all the same.
+    `checkpointing` recomputes the stem and each block in the backward pass. With `norm_eval` BatchNorms keep their
+    statistics in training, as PETR trains; their factors and shifts are learned all the same.
     """
 
     def __init__(
@@ -117,16 +120,14 @@ class VoVNet(nn.Module):
         )
         self.stages = nn.ModuleList()
         source = config.stem[-1]
-        for inner, channels, blocks in zip(config.inner, config.channels, config.blocks, strict=True):
-            self.stages.append(
-                nn.Sequential(
-                    *(
-                        OsaBlock(channels if block else source, inner, channels, config.layers, identity=block > 0)
-                        for block in range(blocks)
-                    )
-                )
-            )
-            source = channels
+        for place, blocks in enumerate(config.blocks):
+            inner, channels = config.inner[place], config.channels[place]
+            stage = []
+            for block in range(blocks):
+                halves = place > 0 and block == 0
+                stage.append(OsaBlock(source, inner, channels, config.layers, halves, identity=block > 0))
+                source = channels
+            self.stages.append(nn.Sequential(*stage))
 
     def train(self, mode: bool = True) -> VoVNet:
         """As of any module, except that with `norm_eval` the norms stay in evaluation mode."""
@@ -136,13 +137,14 @@ class VoVNet(nn.Module):
         return self
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        """(B, 3, H, W) normalised → `levels` maps (B, C_i, ⌈H / s⌉, ⌈W / s⌉), finest first."""
-        x = self.stem(channels_last(images))
+        """(B, 3, H, W) normalised → `levels` maps (B, C_i, h, w), finest first.
+
+        The stem rounds sizes up, stages round them down.
+        """
+        x = recompute(self.stem, channels_last(images), enabled=self.checkpointing, random=False)
         maps = []
-        for place, stage in enumerate(self.stages):
-            if place > 0:
-                x = max_pool(x)
-            for block in cast("Sequence[OsaBlock]", stage):
+        for stage in self.stages:
+            for block in cast("Iterable[OsaBlock]", stage):
                 x = recompute(block, x, enabled=self.checkpointing, random=False)
             maps.append(x)
         return maps[-len(self.channels) :]
