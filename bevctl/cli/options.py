@@ -95,7 +95,8 @@ class ConfigRequest:
         if self.engine != "mmdet3d":
             raise BevctlError(
                 f"{self.source} is Python, a config of another project.",
-                "If it is one of mmdet3d (1.1 or newer) and you trust its code, add --engine mmdet3d.",
+                "If it is one of mmdet3d (1.1 or newer) and you trust its code, add --engine mmdet3d; "
+                "bevctl train --engine external has the project's own program train it.",
             )
         from bevctl.config.mmdet3d import read_mmdet3d
 
@@ -182,7 +183,9 @@ def engine_option(*engines: str) -> Callable[[Handler], Handler]:
         default=engines[0],
         callback=remember,
         expose_value=False,
-        help="mmdet3d: CONFIG is a Python config of mmdet3d (1.1 or newer); its code is run. Default: bevctl.",
+        help="mmdet3d: CONFIG is a Python config of mmdet3d (1.1 or newer); its code is run. "
+        + ("external: the program of another project trains. " if "external" in engines else "")
+        + "Default: bevctl.",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import click
 
 from bevctl.cli.options import ConfigRequest, config_option, config_options, engine_option, json_option
 from bevctl.cli.ranks import RankedCommand, run_ranks, same_command
+from bevctl.cli.train_external import Asked, external_options, refuse_external_options, train_external
 from bevctl.console import Console
 from bevctl.errors import BevctlError, ExitCode
 
@@ -57,7 +59,8 @@ AUTO = "auto"
 
 @click.command("train", cls=RankedCommand)
 @config_options
-@engine_option("bevctl", "mmdet3d")
+@engine_option("bevctl", "mmdet3d", "external")
+@external_options
 @config_option("--fp16", key="precision.dtype", flag_value="fp16", help="Mixed precision in FP16 with a loss scale.")
 @config_option("--bf16", key="precision.dtype", flag_value="bf16", help="Mixed precision in BF16.")
 @config_option("--fp32", key="precision.dtype", flag_value="fp32", help="Single precision.")
@@ -137,13 +140,36 @@ def command(
 
     A run is a folder: log.txt, log.jsonl, events.jsonl, run.json, config.yaml, epoch_N.pth, latest. SIGTERM or Ctrl-C
     writes a checkpoint and ends with exit code 6; --resume auto continues it.
+
+    With --engine external the program of another project trains: CONFIG is its config, --repo its checkout, --python
+    its interpreter. It is told precision, batch, workers, rate and checkpoint in its own way; --dry-run shows how.
     """
+    if request.engine == "external":
+        asked = Asked(
+            lr=lr,
+            lr_scaling=lr_scaling,
+            epochs=epochs,
+            resume=resume,
+            gpus=gpus,
+            no_preflight=no_preflight,
+            dry_run=dry_run,
+            refused={
+                "--max-iters": max_iters is not None,
+                "--grad-checkpoint": grad_checkpoint,
+                "--min-loaded": min_loaded is not None,
+                "--nnodes": nnodes > 1,
+                "--rdzv-endpoint": rdzv_endpoint is not None,
+            },
+        )
+        return train_external(console, request, asked, functools.partial(_detach, console) if detach else None)
+    refuse_external_options()
     from bevctl.config.load import Given
     from bevctl.engine.launch import Cluster
     from bevctl.engine.run import RunOptions
     from bevctl.engine.workdir import find_checkpoint, resumed_config, work_dir_of
     from bevctl.models.build import CHECKPOINTED_PARTS
     from bevctl.preflight.start import check_start, is_first_process
+    from bevctl.runs.work_dir import check_unused
 
     if resume is not None and "model.load_from" in request.given:
         raise BevctlError("--resume and --load-from contradict each other.", "Resuming takes the weights as well.")
@@ -167,7 +193,8 @@ def command(
     if not no_preflight and is_first_process():
         check_start(config, gpus, resume, console)
     if detach:
-        return _detach(config, run, console)
+        check_unused(work_dir_of(config), resume)
+        return _detach(console, work_dir_of(config))
     return run_ranks(console, cluster, config.device, lambda world: _train(config, run, found, world, console))
 
 
@@ -222,12 +249,10 @@ def _preview(config: Config, run: RunOptions, cluster: Cluster, console: Console
     return ExitCode.OK
 
 
-def _detach(config: Config, run: RunOptions, console: Console) -> int:
+def _detach(console: Console, work_dir: Path) -> int:
     """Starts the same command in a session of its own, so that it survives this terminal."""
-    from bevctl.engine.workdir import CONSOLE_LOG, check_unused, work_dir_of
+    from bevctl.runs.work_dir import CONSOLE_LOG
 
-    work_dir = work_dir_of(config)
-    check_unused(work_dir, run.resume)
     work_dir.mkdir(parents=True, exist_ok=True)
     log = work_dir / CONSOLE_LOG
     environment = {name: value for name, value in os.environ.items() if name != "BEVCTL_TRAIN_DETACH"}

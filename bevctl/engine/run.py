@@ -41,13 +41,14 @@ from bevctl.engine.signals import StopRequest
 from bevctl.engine.step import TrainStep
 from bevctl.engine.tensorboard import EventFiles, summary_writer
 from bevctl.engine.trainer import Plan, Trainer
-from bevctl.engine.workdir import check_unused, find_checkpoint, read_resume, work_dir_of
+from bevctl.engine.workdir import find_checkpoint, read_resume, work_dir_of
 from bevctl.errors import BevctlError, ExitCode
 from bevctl.evaluate.job import evaluate_split
 from bevctl.files import atomic_write_text
 from bevctl.models.build import build_model
 from bevctl.ops import spconv_bridge
 from bevctl.ops.site_norm import share_statistics
+from bevctl.runs.work_dir import check_unused
 from bevctl.runs.writer import RunWriter, read_run
 
 MIN_RESUMED, MIN_LOADED = 0.9, 0.5

@@ -9,8 +9,6 @@ from typing import Any
 from bevctl.config.schema import Config
 from bevctl.engine.checkpoint import Checkpoint, newest_checkpoints, read_checkpoint
 from bevctl.errors import BevctlError, did_you_mean
-from bevctl.runs.work_dir import CONSOLE_LOG as CONSOLE_LOG
-from bevctl.runs.work_dir import check_unused as check_unused
 
 AUTO = "auto"
 _NAME_ONE = "Give the path of a checkpoint file, such as runs/tiny/latest."

@@ -144,9 +144,10 @@ def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> N
 def _copy(stream: IO[bytes], program: Program) -> None:
     """Output to the file as it comes, and line by line; a progress bar's carriage return ends a line too."""
     rest = b""
-    with program.output.open("ab", buffering=0) as file:
+    with stream, program.output.open("ab", buffering=0) as file:
         while chunk := os.read(stream.fileno(), _CHUNK):
-            file.write(chunk)
+            with contextlib.suppress(OSError):  # a full disk must not hold up who writes into the pipe
+                file.write(chunk)
             *lines, rest = _BREAK.split(rest + chunk)
             if len(rest) > _LONGEST_LINE:
                 lines, rest = [*lines, rest], b""

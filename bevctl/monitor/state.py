@@ -88,17 +88,19 @@ def _last_words(log: RunLog) -> EventRecord | None:
 
 
 def _told(log: RunLog, failure: EventRecord | None) -> State | None:
-    """What a run of bevctl says of its own end."""
-    meta: dict[str, Any] = log.header.get("meta") or {}
-    status = meta.get("status") if log.format == "bevctl" else None
+    """What a run of bevctl, or one that bevctl has launched, says of its own end."""
+    meta: dict[str, Any] = log.header.get("launched") or log.header.get("meta") or {}
+    status = meta.get("status") if log.format == "bevctl" or "launched" in log.header else None
     ends = [event.message for event in log.events if event.kind == "end"]
     message = ends[-1] if ends else f"its run.json says {status}"
     if status == "finished":
         return State("finished", message)
+    if status == "preempted" and "launched" in log.header:
+        return State("ended", "was stopped by a signal; --resume auto goes on from its last checkpoint")
     if status == "preempted":
         return State("ended", f"was preempted: {message}; a checkpoint was written")
     if status in ("failed", "nonfinite"):
-        return State("died", message, failure=failure)
+        return State("died", failure.message if failure and "launched" in log.header else message, failure=failure)
     if status == "running" and _is_gone(meta):
         return State("died", f"process {meta['pid']} is gone and wrote no end", failure=failure)
     return None

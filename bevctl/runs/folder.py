@@ -14,11 +14,12 @@ from bevctl.runs.readers.tensorboard import is_event_file
 
 OWN_LOG = "log.jsonl"
 OWN_EVENTS = "events.jsonl"
+OWN_RECORD = "run.json"
 TENSORBOARD = "tensorboard"
 _PREFERRED = ("bevctl", "mmcv-text", "mmengine-text", "openpcdet", "mmcv-json", "mmengine-json", TENSORBOARD, "generic")
 _NAME = re.compile(r"\.(?:log|log\.json|jsonl|out|err|txt|json)(?:\.gz)?$|tfevents", re.IGNORECASE)
 _CAPTURE = re.compile(r"(?:\.(?:out|err)|nohup.*)(?:\.gz)?$", re.IGNORECASE)
-_NOT_LOGS = frozenset(("run.json", "requirements.txt", OWN_EVENTS))
+_NOT_LOGS = frozenset((OWN_RECORD, "requirements.txt", OWN_EVENTS))
 _DEPTH = 3
 _MOST_ENTRIES = 5000
 _MOST_FILES = 200

@@ -1,4 +1,4 @@
-"""What lies beside bevctl's own log: run.json and config.yaml."""
+"""What bevctl notes beside a log: run.json, and config.yaml of its own runs."""
 
 from __future__ import annotations
 
@@ -29,6 +29,13 @@ def read_own_header(folder: Path, log: RunLog) -> None:
         log.header["config"] = (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
     except OSError:
         log.notes.append(f"{folder / 'config.yaml'} cannot be read: what the run was asked for is not known.")
+
+
+def read_launch(folder: Path, log: RunLog) -> None:
+    """Notes in the header, as `launched`, the run.json of a run that bevctl had another project's program train."""
+    document = read_run(folder) if folder.is_dir() and log.format != "bevctl" else {}
+    if document.get("engine") == "external":
+        log.header["launched"] = document
 
 
 def _from_segment(segment: dict[str, Any], log: RunLog) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from bevctl.errors import BevctlError
 from bevctl.runs.collect import Collector
-from bevctl.runs.folder import OWN_EVENTS, OWN_LOG, TENSORBOARD, Logs, candidates, detect_file, find_logs
+from bevctl.runs.folder import OWN_EVENTS, OWN_LOG, OWN_RECORD, TENSORBOARD, Logs, candidates, detect_file, find_logs
 from bevctl.runs.lines import LineFile
-from bevctl.runs.own import read_own_header
+from bevctl.runs.own import read_launch, read_own_header
 from bevctl.runs.readers import READERS
 from bevctl.runs.readers.bevctl_jsonl import BevctlLines
 from bevctl.runs.readers.clock import Clock
@@ -92,6 +92,7 @@ class Source:
         for path in self._captures:
             self._add_failures(path, log, window)
         settle(log.events)
+        read_launch(self.path, log)
         return log
 
     def _find_new_files(self) -> None:
@@ -184,11 +185,15 @@ def _logs(path: Path) -> Logs | None:
 
 
 def newest_run(folder: str | Path = "runs") -> Path | None:
-    """The folder below `folder` with bevctl's own log that was written to last; None where there is none."""
+    """The folder below `folder` in which bevctl wrote to a run last; None where there is none.
+
+    A run that another project's program trains has that program's log, and `run.json` from bevctl.
+    """
     found: list[tuple[float, Path]] = []
-    for log in Path(folder).glob(f"**/{OWN_LOG}"):
-        if log.is_file():
-            found.append((log.stat().st_mtime, log.parent))
+    for name in (OWN_LOG, OWN_RECORD):
+        for file in Path(folder).glob(f"**/{name}"):
+            if file.is_file():
+                found.append((file.stat().st_mtime, file.parent))
     return max(found)[1] if found else None
 
 
