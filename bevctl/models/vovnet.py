@@ -13,6 +13,7 @@ from bevctl.config.schema import VoVNetConfig
 from bevctl.models.layers import ConvBlock, autocast_dtype, channels_last, is_plain, keep_statistics, recompute
 from bevctl.ops.aggregation import gated, one_shot_aggregation, shifted_relu_conv
 from bevctl.ops.max_pool import max_pool
+from bevctl.ops.norm_fold import FixedNorm, fold_norm
 
 
 class VoVNetConv(ConvBlock):
@@ -30,16 +31,12 @@ class VoVNetConv(ConvBlock):
         return not self.bn.training and (torch.compiler.is_compiling() or is_plain(self, self.conv, self.bn))
 
     def folded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Weight (C, C_in, k, k) of `dtype` and shift (C,): relu(conv(x, weight) + shift) is what the block computes.
-
-        The factor of the norm goes into the weight before that is rounded.
-        """
+        """Weight (C, C_in, k, k) of `dtype` and shift (C,): the block computes relu(conv(x, weight) + shift)."""
         norm = self.bn
         assert norm.running_mean is not None, "made with statistics"
         assert norm.running_var is not None, "made with statistics"
-        factor = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
-        weight = self.conv.weight * factor[:, None, None, None]
-        return weight.to(dtype), norm.bias - norm.running_mean * factor
+        fixed = FixedNorm(norm.eps, norm.weight, norm.bias, norm.running_mean, norm.running_var)
+        return fold_norm(self.conv.weight, fixed, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C_in, H, W) → (B, C, H', W')."""
