@@ -31,6 +31,7 @@ from bevctl.measure.memory_places import INPUTS, REST, watch
 from bevctl.measure.parameters import without_weights
 from bevctl.models.build import build_model, static_parts
 from bevctl.models.lidar import WINDOWS, VoxelLidarEncoder
+from bevctl.models.petrv2_transformer import Attention
 from bevctl.ops import backend
 from bevctl.ops.rulebook import Triple, output_shape
 from bevctl.ops.sites import ColumnMap, Room, Sites
@@ -131,7 +132,7 @@ def _without_contents(model: nn.Module) -> None:
 def _fuse_attention(model: nn.Module) -> None:
     """Attention that keeps no weights, as a GPU has it; a CPU has it only without dropout, whose mask neither keeps."""
     for module in model.modules():
-        if isinstance(module, nn.MultiheadAttention):
+        if isinstance(module, nn.MultiheadAttention | Attention):
             module.dropout = 0.0
 
 
@@ -226,26 +227,29 @@ class _Storage:
 
 
 def _batch(config: Config, sizes: Sequence[SampleSize]) -> Batch:
-    model, count = config.model, len(sizes)
-    images = points = bev_map = None
+    model, count, views = config.model, len(sizes), len(CAMERAS) * config.data.frames
+    images = points = bev_map = padding = None
     if model.camera is not None:
-        images = torch.empty(count, len(CAMERAS), 3, *model.camera.image_size, dtype=torch.uint8)
+        images = torch.empty(count, views, 3, *model.camera.image_size, dtype=torch.uint8)
+    if model.camera is not None and config.data.image.pad:
+        padding = torch.empty(count, views, *model.camera.image_size, dtype=torch.bool)
     if model.reads_points:
         points = [torch.empty(size.points, 5) for size in sizes]
     if model.map is not None:
         axes = (model.map.xbound, model.map.ybound)
         cells = [round((high - low) / step) for low, high, step in axes]
         bev_map = torch.empty(count, len(config.data.map_classes), *cells)
-    cameras = torch.empty(count, len(CAMERAS), 4, 4)
+    cameras = torch.empty(count, views, 4, 4)
     return Batch(
         images=images,
         points=points,
         calibration=Calibration(
-            cameras, cameras, cameras, cameras, torch.empty(count, 4, 4), torch.empty(count, len(CAMERAS))
+            cameras, cameras, cameras, cameras, torch.empty(count, 4, 4), torch.empty(count, views)
         ),
         boxes=[torch.empty(size.boxes, 9) for size in sizes],
         labels=[torch.empty(size.boxes, dtype=torch.int64) for size in sizes],
         bev_map=bev_map,
+        padding=padding,
         has_boxes=torch.empty(count, dtype=torch.bool),
         has_map=torch.empty(count, dtype=torch.bool),
     )
