@@ -44,7 +44,8 @@ class PreviousFrames:
         self._random = train if config.choice == "auto" else config.choice == "random"
         stored = any(len(sample.camera_sweeps) for sample in info.samples)
         self._table = info.camera_sweeps if config.source == "sweeps" and stored else None
-        self._stands_in = config.source == "sweeps" and self._table is None
+        self.stands_in = config.source == "sweeps" and self._table is None
+        """Whether keyframes are taken for sweeps that the file does not hold."""
 
     def images(self, sample: SampleInfo, cameras: Sequence[str], rng: np.random.Generator) -> dict[str, CameraInfo]:
         """The images that `cameras` took at an earlier moment, as seen from the keyframe of `sample`.
@@ -56,7 +57,7 @@ class PreviousFrames:
         moments = self.moments(sample)
         if len(moments) == 0:
             return {name: self._aged(image, place) for name, image in sample.cameras.items()}
-        place = min(place // SWEEPS_PER_KEYFRAME if self._stands_in else place, len(moments) - 1)
+        place = min(place // SWEEPS_PER_KEYFRAME if self.stands_in else place, len(moments) - 1)
         nearest_first = sorted(range(len(moments)), key=lambda i: (abs(i - place), i))
         found = {
             name: next((image for i in nearest_first if (image := moments.image(i, name)) is not None), None)
@@ -73,7 +74,7 @@ class PreviousFrames:
     def notes(self) -> Iterator[str]:
         """One sentence for each thing that is not as the config asks."""
         name, total = self._info.path.name, len(self._info.samples)
-        if self._stands_in:
+        if self.stands_in:
             yield (
                 f"{name} holds no camera sweeps; earlier keyframes stand in for them (`bevctl data prepare` writes "
                 "them)."

@@ -12,49 +12,17 @@ from typing import TYPE_CHECKING, Any
 from bevctl.config.document import display
 from bevctl.errors import BevctlError
 from bevctl.preflight.checks import CheckSpec, Context, Outcome, failed, passed, skipped, warned
+from bevctl.preflight.data_infos import LOW_SHARE, SAMPLES, SURE_SHARE, readable_infos, spread, train_info, val_info
 from bevctl.preflight.data_paste import object_database
+from bevctl.preflight.data_previous import earlier_images
 from bevctl.preflight.files_checkpoint import NothingToResume, resumed_report
-from bevctl.preflight.plan import Plan, of_plan, read_plan
+from bevctl.preflight.plan import Plan, of_plan
 
 if TYPE_CHECKING:
-    from bevctl.data.info import InfoFile, SampleInfo
+    from bevctl.data.info import InfoFile
 
 MAP_LOCATIONS = ("boston-seaport", "singapore-hollandvillage", "singapore-onenorth", "singapore-queenstown")
-SAMPLES = 6
-"""Samples of each split whose files are opened."""
-SURE_SHARE, LOW_SHARE = 0.9, 0.5
-"""Share of boxes that land in an image: in nuScenes' set nearly all do; below the second the calibration is wrong."""
 _MAKE = "Make them with `bevctl data prepare`, or set data.root, data.info_train and data.info_val."
-
-
-def train_info(context: Context) -> InfoFile:
-    """The info file of the training split. Raises BevctlError."""
-    return _read(context, "train")
-
-
-def val_info(context: Context) -> InfoFile:
-    """The info file of the evaluation split. Raises BevctlError."""
-    return _read(context, "val")
-
-
-def _read(context: Context, split: str) -> InfoFile:
-    from bevctl.data.index import read_info
-
-    path = context.once(read_plan).info_files.get(split)
-    if path is None:
-        raise BevctlError(f"The config names no info file for {split}.", "Name it.")
-    return read_info(path, context.config.data.box_convention if context.config is not None else "auto")
-
-
-def _infos(context: Context) -> dict[str, InfoFile]:
-    """The info files that can be read, by split."""
-    found = {}
-    for split, read in (("train", train_info), ("val", val_info)):
-        try:
-            found[split] = context.once(read)
-        except BevctlError:
-            continue  # DATA002 says why
-    return found
 
 
 @of_plan
@@ -121,7 +89,7 @@ def _layout_fits(context: Context, format: str) -> bool:
 @of_plan
 def class_names(context: Context, plan: Plan) -> Outcome:
     """DATA003: the config's classes are those of the data, and in the order of the checkpoint that is resumed."""
-    info = _infos(context).get("train")
+    info = readable_infos(context).get("train")
     if info is None:
         return skipped("the training info file cannot be read, see DATA002")
     if not plan.classes:
@@ -170,7 +138,7 @@ def files_open(context: Context, plan: Plan) -> Outcome:
     """DATA004: images of a few samples decode, point files have the right width, sweeps are there."""
     from bevctl.preflight.data_samples import open_files
 
-    infos = _infos(context)
+    infos = readable_infos(context)
     if not infos:
         return skipped("no info file can be read, see DATA002")
     width = _point_width(context)
@@ -192,18 +160,12 @@ def _point_width(context: Context) -> int:
     return next((value for value in found if isinstance(value, int) and 3 <= value <= 16), 5)
 
 
-def spread(samples: Sequence[SampleInfo], count: int) -> list[SampleInfo]:
-    """`count` samples, evenly spaced over the file."""
-    step = max(len(samples) / count, 1.0)
-    return [samples[int(i * step)] for i in range(min(count, len(samples)))]
-
-
 @of_plan
 def map_expansion(context: Context, plan: Plan) -> Outcome:
     """DATA005: the map expansion is there when a map is trained."""
     if not plan.needs_map:
         return skipped("no map head")
-    infos = _infos(context)
+    infos = readable_infos(context)
     named = {sample.location for info in infos.values() for sample in info.samples if sample.location}
     folder = plan.data_root / "maps" / "expansion"
     missing = [name for name in sorted(named or MAP_LOCATIONS) if not _whole_json(folder / f"{name}.json")]
@@ -232,7 +194,7 @@ def calibration(context: Context, plan: Plan) -> Outcome:
     """DATA006: matrices are rotations, and projected ground-truth boxes land in images."""
     from bevctl.preflight.data_samples import bad_matrices, boxes_in_images
 
-    info = _infos(context).get("train")
+    info = readable_infos(context).get("train")
     if info is None:
         return skipped("the training info file cannot be read, see DATA002")
     samples = spread(info.samples, 4 * SAMPLES)
@@ -252,7 +214,7 @@ def calibration(context: Context, plan: Plan) -> Outcome:
 @of_plan
 def epoch_length(context: Context, plan: Plan) -> Outcome:
     """DATA007: how many iterations an epoch has."""
-    info = _infos(context).get("train")
+    info = readable_infos(context).get("train")
     if info is None:
         return skipped("the training info file cannot be read, see DATA002")
     try:
@@ -304,7 +266,7 @@ def evaluation_tables(context: Context, plan: Plan) -> Outcome:
     """DATA008: what another project's evaluation reads is there: nuScenes' tables and map images."""
     if context.foreign is None:
         return skipped("bevctl eval works from the info file alone")
-    info = _infos(context).get("val")
+    info = readable_infos(context).get("val")
     if info is None:
         return skipped("the evaluation info file cannot be read, see DATA002")
     tables = plan.data_root / info.version
@@ -385,6 +347,14 @@ CHECKS: tuple[CheckSpec, ...] = (
         object_database,
         required="the database that data.paste names, with objects of each class",
         why="a class without any is not pasted, and without the file training does not start",
+        at_start=False,
+    ),
+    CheckSpec(
+        "DATA010",
+        "images of an earlier moment",
+        earlier_images,
+        required="files, poses and times that data.previous can use",
+        why="without them a sample sees its own images twice, and velocities are guessed",
         at_start=False,
     ),
 )

@@ -87,6 +87,7 @@ def test_static_objects_project_to_the_same_place_in_the_world(config: Config) -
 
 def _barriers(info: SampleInfo, lidar2global: np.ndarray) -> list[tuple[tuple[float, ...], np.ndarray]]:
     """(place in the world, to half a metre; centre in the LiDAR frame of `lidar2global`) of each barrier."""
+    assert info.boxes is not None
     rows = [box[:3] for box, name in zip(info.boxes, info.names, strict=True) if name == "barrier"]
     world = transform_points(info.lidar2global, np.array(rows))
     centres = transform_points(invert_rigid(lidar2global), world)

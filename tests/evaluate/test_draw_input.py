@@ -82,6 +82,32 @@ def test_points_and_boxes_are_where_the_augmented_image_shows_them(
     assert np.ptp(rows) < 140
 
 
+def test_earlier_images_show_boxes_where_they_were(config: Config) -> None:
+    """A second earlier the car was two metres further back, and the pedestrian, who runs at 3 m/s, to the left."""
+    now = _sample(np.eye(4), np.eye(4))
+    assert now.images is not None
+    now.boxes[0, 7:] = 3.0, 0.0
+    back = rigid(np.eye(3), [0.0, -2.0, 0.0]) @ FORWARD_CAMERA
+    both = dataclasses.replace(
+        now,
+        images=now.images * 2,
+        points=None,
+        intrinsics=np.repeat(now.intrinsics, 2, axis=0),
+        camera2lidar=np.stack([FORWARD_CAMERA, back]),
+        times=np.array([0.0, 1.0]),
+        image_aug=np.repeat(now.image_aug, 2, axis=0),
+    )
+    picture = draw_input("", both, ("CAM_FRONT",), config)
+    assert picture.height == draw_input("", now, ("CAM_FRONT",), config).height + 2 * (TILE[1] + GAP)
+    left, top = 2 * GAP + TILE[0], TITLE_HEIGHT + 2 * (TILE[1] + GAP)
+    tile = np.asarray(picture.crop((left, top, left + TILE[0], top + TILE[1]))).astype(int)
+    rows, columns = np.nonzero(np.abs(tile - class_color("pedestrian")).max(axis=2) < 50)
+    ((u, v),), _ = project_points(now.intrinsics[0] @ invert_rigid(back), np.array([[-2.5, 12.0, -0.5]]))
+    assert (columns.min() + columns.max()) / 2 == pytest.approx(u * TILE[0] / SIZE[1], abs=3)
+    assert rows.min() < v * TILE[0] / SIZE[1] < rows.max()
+    assert np.ptp(columns) < 60
+
+
 def test_what_a_sample_lacks_is_left_out(config: Config) -> None:
     sample = _sample(np.eye(4), np.eye(4))
     whole = draw_input("", sample, ("CAM_FRONT",), config)
