@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,8 @@ def run_config(path: str) -> Any:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """What OpenMMLab's packages print goes to stderr, and only from warnings on: stdout carries results."""
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of setuptools' deprecations, among others
         from mmengine.logging import MMLogger
 
         MMLogger.get_current_instance().setLevel(logging.WARNING)

@@ -58,7 +58,8 @@ class Mmdet3dSamples:
             raise BevctlError(
                 f"{config.model.mmdet3d.config} has no {split}_dataloader.", "Add it, or set train.eval_interval=0."
             )
-        self._set = _build(_with_files(loader["dataset"].to_dict(), config, self._train))
+        with _seeded(config.seed):  # some draw their samples when they are made
+            self._set = _build(_with_files(loader["dataset"].to_dict(), config, self._train))
         self._collate = _collate_function(loader.get("collate_fn"))
 
     @functools.cached_property

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import platform
+import random
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import bevctl
@@ -148,13 +150,13 @@ def build_state(
     Raises:
         BevctlError: a pattern of precision.fp32_modules matches nothing.
     """
-    torch.manual_seed(config.seed)
+    _seed(config.seed)
     model = build_model(config)
     if config.train.sync_bn and world.size > 1 and device.type == "cuda":
         share_statistics(model)
     kept = keep_fp32(model, config.precision.fp32_modules, device.type)
     model.to(device)
-    torch.manual_seed(config.seed + 1000 * world.rank)
+    _seed(config.seed + 1000 * world.rank)
     lr, lr_sentence = peak_lr(config.optim, config.train.batch * world.size * config.train.accumulate)
     state = TrainState(
         model=model,
@@ -174,6 +176,13 @@ def build_state(
     if config.model.lidar is not None and device.type == "cuda":
         notes.append(spconv_bridge.reason(device, precision.dtype))
     return state, notes
+
+
+def _seed(seed: int) -> None:
+    """Starts every generator of this process; models of other projects draw from NumPy's and Python's, too."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    random.seed(seed)
 
 
 def _device_name(device: torch.device) -> str:

@@ -13,20 +13,25 @@ from torch import Tensor, nn
 
 @DATASETS.register_module()
 class ToyNuScenesDataset:
-    """Points from NumPy's global generator, as augmentation draws them; sample `poisoned` holds a NaN."""
+    """Points and order from NumPy's global generator, as augmentation and CBGSDataset draw them.
+
+    Sample `poisoned` holds a NaN; the file of sample `lost` is not there.
+    """
 
     def __init__(self, data_root: str, ann_file: str, length: int = 16, poisoned: int = -1, lost: int = -1) -> None:
         self.files = (data_root, ann_file)
         self.length, self.poisoned, self.lost = length, poisoned, lost
         self.metainfo = {"classes": ("car", "pedestrian")}
+        self.order = np.random.permutation(length)  # noqa: NPY002
 
     def __len__(self) -> int:
         return self.length
 
     def get_data_info(self, index: int) -> dict[str, Any]:
-        return {"sample_idx": index, "token": f"sample-{index}"}
+        return {"sample_idx": self.order[index], "token": f"sample-{self.order[index]}"}
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        index = self.order[position]
         if index == self.lost:
             raise FileNotFoundError(f"samples/{index}.bin")
         points = torch.from_numpy(np.random.standard_normal((6, 4)).astype(np.float32))  # noqa: NPY002
