@@ -37,6 +37,9 @@ command.add_command(bench)
 @click.option("--train-scenes", type=int, help="Scenes to train on; default: 8.")
 @click.option("--val-scenes", type=int, help="Held-out scenes, on another map; default: 2.")
 @click.option("--keyframes", type=int, help="Annotated samples a scene, half a second apart; default: 8.")
+@click.option(
+    "--camera-sweeps", is_flag=True, help="Also take images between the keyframes, at 10 Hz: five times as long."
+)
 @click.option("--image-scale", type=float, help="Image size over 1600x900; default: 0.5.")
 @click.option("--processes", type=int, help="Worker processes; default: one a core.")
 @json_option
@@ -174,7 +177,8 @@ def _tell_database(console: Console, database: WrittenDatabase) -> None:
 def check(console: Console, info_file: Path | None, root: Path | None) -> ExitCode:
     """Say format, version and number of samples of each info file, and count the files that are missing.
 
-    Exits 1 where a file is missing, or an info file of the folder cannot be read.
+    Exits 1 where a file is missing, or an info file of the folder cannot be read. Earlier images, which only
+    data.previous reads, are counted apart and decide nothing.
     """
     from bevctl.data.check import check_info, find_info_files
 
@@ -218,9 +222,14 @@ def _tell_checked(console: Console, checked: list[CheckedInfo], broken: list[tup
     for info in checked:
         for note in info.notes:
             console.info(f"{info.path.name}: {note}")
+        if info.camera_sweeps:
+            console.info(f"{info.path.name}: {info.camera_sweeps:,} earlier images for data.previous.")
         if info.missing:
             counts = ", ".join(f"{count} of {sensor}" for sensor, count in info.missing.items())
             console.warn(f"{info.path.name}: files are missing: {counts}; the first is {info.first_missing}.")
+        if info.camera_sweeps_missing:
+            counts = ", ".join(f"{count} of {camera}" for camera, count in info.camera_sweeps_missing.items())
+            console.warn(f"{info.path.name}: earlier images are missing, which data.previous reads: {counts}.")
     for path, error in broken:
         console.warn(f"{path.name}: {error.message}")
 
@@ -239,6 +248,8 @@ def _checked_body(checked: list[CheckedInfo], broken: list[tuple[Path, BevctlErr
             "files": info.files,
             "missing": info.missing,
             "first_missing": info.first_missing,
+            "camera_sweeps": info.camera_sweeps,
+            "camera_sweeps_missing": info.camera_sweeps_missing,
             "notes": info.notes,
         }
         for info in checked

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
-from bevctl.data.index import locate, read_info
+from bevctl.data.index import locate, missing_files, read_info
 from bevctl.data.info import InfoFile, SampleInfo
 from bevctl.data.sweeps import LIDAR
 from bevctl.errors import BevctlError
@@ -33,6 +34,10 @@ class CheckedInfo:
     missing: dict[str, int]
     """Files that are not there, by sensor; sensors without a gap are left out."""
     first_missing: str | None
+    camera_sweeps: int
+    """Images that samples look back on, each counted once."""
+    camera_sweeps_missing: dict[str, int]
+    """Those that are not there, by camera; only data.previous reads them."""
     notes: tuple[str, ...]
 
     @property
@@ -80,8 +85,20 @@ def check_info(path: Path, root: Path, progress: Progress | None = None) -> Chec
         files=total,
         missing=dict(sorted(missing.items())),
         first_missing=first,
+        camera_sweeps=0 if info.camera_sweeps is None else len(info.camera_sweeps.paths),
+        camera_sweeps_missing=_missing_sweeps(info, root),
         notes=info.notes,
     )
+
+
+def _missing_sweeps(info: InfoFile, root: Path) -> dict[str, int]:
+    """By camera, which is the folder of an image."""
+    by_camera: dict[str, list[str]] = {}
+    for path in info.camera_sweeps.paths.tolist() if info.camera_sweeps is not None else ():
+        name = os.fsdecode(path)
+        by_camera.setdefault(PurePath(name).parent.name, []).append(name)
+    counts = {camera: len(missing_files(root, names, camera)) for camera, names in by_camera.items()}
+    return {camera: count for camera, count in sorted(counts.items()) if count}
 
 
 def _files_of(sample: SampleInfo) -> Iterator[tuple[str, str]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,26 @@ def resolve(root: str | Path, name: str, sensor: str) -> Path:
             ExitCode.RUN_FAILED,
         )
     return found
+
+
+def missing_files(root: str | Path, names: Sequence[str], sensor: str) -> list[str]:
+    """Those of `names` that `locate` would not find; each folder is listed once, however many files are looked for."""
+    there: dict[Path, frozenset[str]] = {}
+
+    def lies(path: Path) -> bool:
+        if path.parent not in there:
+            there[path.parent] = _listed(path.parent)
+        return path.name in there[path.parent]
+
+    return [name for name in names if not any(lies(path) for path in _candidates(Path(root), name, sensor))]
+
+
+def _listed(folder: Path) -> frozenset[str]:
+    """Names in a folder; none where there is no such folder."""
+    try:
+        return frozenset(entry.name for entry in os.scandir(folder))
+    except OSError:
+        return frozenset()
 
 
 def _candidates(root: Path, name: str, sensor: str) -> Iterator[Path]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from bevctl.data.info import SampleInfo
     from bevctl.data.previous import PreviousFrames
 
-_REBUILD = "Rebuild the info files with `bevctl data prepare`: the tables know every image and where it was taken."
+_REBUILD = "Rebuild the info files with `bevctl data prepare`, or set data.previous to what they hold."
 
 
 @of_plan

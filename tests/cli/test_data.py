@@ -172,3 +172,25 @@ def test_the_real_frame(shared: Path, invoke: Invoke) -> None:
     assert outcome.code == ExitCode.OK
     (file,) = outcome.document["files"]
     assert (file["samples"], file["boxes"], file["files"]) == (1, 69, 7)
+
+
+def test_earlier_images_are_counted_apart(tmp_path: Path, invoke: Invoke) -> None:
+    """Who does not train with data.previous need not have them."""
+    folder = tmp_path / "set"
+    options = (*SMALL[:2], "--val-scenes", "0", *SMALL[4:], "--camera-sweeps")
+    assert invoke("data", "synth", folder, *options).code == ExitCode.OK
+    whole = invoke("data", "check", folder / "synth_infos_train.pkl", "--json")
+    assert (whole.document["files"][0]["camera_sweeps"], whole.document["files"][0]["camera_sweeps_missing"]) == (
+        30,
+        {},
+    )
+    for path in sorted((folder / "sweeps" / "CAM_BACK").iterdir())[:3]:
+        path.unlink()
+    part = invoke("data", "check", folder / "synth_infos_train.pkl", "--json")
+    assert part.code == ExitCode.OK
+    assert part.document["files"][0]["camera_sweeps_missing"] == {"CAM_BACK": 3}
+    assert "earlier images are missing, which data.previous reads: 3 of CAM_BACK." in part.err
+    again = invoke("data", "prepare", "--root", folder, "--version", "v1.0-mini", "--camera-sweeps", "0")
+    assert again.code == ExitCode.OK
+    none = invoke("data", "check", folder / "nuscenes_infos_train.pkl", "--json")
+    assert none.document["files"][0]["camera_sweeps"] == 0

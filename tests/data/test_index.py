@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bevctl.data.conventions import detect_convention
-from bevctl.data.index import IGNORED, locate, read_info, resolve
+from bevctl.data.index import IGNORED, locate, missing_files, read_info, resolve
 from bevctl.errors import BevctlError, ExitCode
 from bevctl.geometry import transform_points
 from tests.data import infos as made
@@ -206,3 +206,13 @@ def test_what_is_nowhere_is_named(tmp_path: Path) -> None:
     assert locate(tmp_path, "a.bin", "LIDAR_TOP") is None
     with pytest.raises(BevctlError, match=r"LIDAR_TOP file 'a\.bin'"):
         resolve(tmp_path, "a.bin", "LIDAR_TOP")
+
+
+@pytest.mark.parametrize("given", ["a.jpg", "samples/CAM_FRONT/a.jpg", "./data/nuscenes/samples/CAM_FRONT/a.jpg"])
+def test_many_files_are_looked_for_where_one_is(tmp_path: Path, given: str) -> None:
+    (tmp_path / "samples" / "CAM_FRONT").mkdir(parents=True)
+    (tmp_path / "samples" / "CAM_FRONT" / "a.jpg").touch()
+    gone = given.replace("a.jpg", "b.jpg")
+    assert locate(tmp_path, given, "CAM_FRONT") is not None
+    assert missing_files(tmp_path, [given, gone, given], "CAM_FRONT") == [gone]
+    assert missing_files(tmp_path / "none", [given], "CAM_FRONT") == [given]
