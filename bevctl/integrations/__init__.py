@@ -1,0 +1,1 @@
+"""Our parts in models of other projects."""
