@@ -18,6 +18,8 @@ from typing import Any
 from bevctl.console import Console
 from bevctl.errors import BevctlError, ExitCode
 
+CONFIGS = {"bevfusion": ("tiny", "bevfusion_multitask_fp16"), "petrv2": ("petrv2_tiny", "petrv2")}
+"""For each model family the config that is trained here, and one for real data."""
 FIRST_PART_ITERS = 40
 """Where the run is stopped once, to be resumed from its checkpoint."""
 LOSS_WINDOW = 10
@@ -57,9 +59,10 @@ class Summary:
 
 
 class Quickstart:
-    """Runs the commands in `folder`: the data set below `data/`, the run below `run/`, pictures beside it."""
+    """Runs the commands in `folder` for a `model` of `CONFIGS`: the data set below `data/`, the run below `run/`."""
 
-    def __init__(self, folder: Path, device: str, console: Console) -> None:
+    def __init__(self, folder: Path, device: str, console: Console, model: str = "bevfusion") -> None:
+        self.config, self.real_config = CONFIGS[model]
         self.data = folder / "data"
         self.run_dir = _unused(folder / "run")
         self.pictures = self.run_dir / "pictures"
@@ -71,8 +74,9 @@ class Quickstart:
         """Make data, train in two parts, evaluate before and after; raises BevctlError when a command fails."""
         self._call("data", "synth", str(self.data))
         precision = self._fastest_precision()
-        train = ["train", "tiny", f"--{precision}", "--work-dir", str(self.run_dir), *self._common()]
-        self._call("preflight", "tiny", f"--{precision}", "--work-dir", str(self.run_dir), *self._common(), fine=JUDGED)
+        run = [self.config, f"--{precision}", "--work-dir", str(self.run_dir), *self._common()]
+        train = ["train", *run]
+        self._call("preflight", *run, fine=JUDGED)
         self._call(*train, "--max-iters", "0")
         untrained = self._evaluate("iter_0.pth", precision)
         self._call(*train, "--resume", "auto", "--max-iters", str(FIRST_PART_ITERS))
@@ -100,7 +104,7 @@ class Quickstart:
         from bevctl.engine.precision import resolve_precision
         from bevctl.measure.timing import time_steps
 
-        config = load("tiny", options={"data.root": str(self.data), "device": self.device}).config
+        config = load(self.config, options={"data.root": str(self.data), "device": self.device}).config
         device = select_device(config.device)
         if device.type != "cpu":
             return resolve_precision("auto", device).name
@@ -114,9 +118,8 @@ class Quickstart:
 
     def _evaluate(self, checkpoint: str, precision: str, *arguments: str) -> float:
         path = str(self.run_dir / checkpoint)
-        out = self._call(
-            "eval", "tiny", "--checkpoint", path, f"--{precision}", *self._common(), *arguments, "--json", capture=True
-        )
+        evaluate = ["eval", self.config, "--checkpoint", path, f"--{precision}", *self._common()]
+        out = self._call(*evaluate, *arguments, "--json", capture=True)
         return float(json.loads(out)["detection"]["mAP"])
 
     def _call(self, *arguments: str, capture: bool = False, fine: tuple[int, ...] = (ExitCode.OK,)) -> str:

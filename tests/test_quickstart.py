@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from bevctl.cli.quickstart import command
 from bevctl.console import Console
 from bevctl.errors import BevctlError, ExitCode
-from bevctl.quickstart import Quickstart
+from bevctl.quickstart import CONFIGS, Quickstart
 
 
 class FakeCommands:
@@ -70,6 +71,17 @@ def test_trains_in_two_parts_and_evaluates_before_and_after(
     assert (summary.first_loss, summary.last_loss) == (10.0, 2.0)
     assert (summary.untrained_map, summary.trained_map) == (0.0, 0.25)
     assert [step.exit for step in summary.steps] == [0] * 8
+
+
+def test_the_model_chooses_the_config(tmp_path: Path, commands: Callable[..., FakeCommands]) -> None:
+    fake = commands()
+    Quickstart(tmp_path, "cpu", Console(quiet=True), "petrv2").run()
+    assert {call[1] for call in fake.calls if call[0] not in ("data", "monitor")} == {"petrv2_tiny"}
+
+
+def test_the_command_offers_every_model() -> None:
+    (option,) = [parameter for parameter in command.params if parameter.name == "model"]
+    assert tuple(option.type.choices) == tuple(CONFIGS)  # type: ignore[attr-defined]
 
 
 def test_document_has_the_promised_fields(tmp_path: Path, commands: Callable[..., FakeCommands]) -> None:

@@ -10,11 +10,18 @@ from bevctl.console import Console
 
 @click.command("quickstart")
 @click.argument("folder", metavar="[DIR]", default="bevctl-quickstart", type=click.Path(file_okay=False))
+@click.option(
+    "--model",
+    type=click.Choice(["bevfusion", "petrv2"]),
+    default="bevfusion",
+    show_default=True,
+    help="What is trained: config tiny, or petrv2_tiny.",
+)
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where to compute.")
 @json_option
 @click.pass_obj
-def command(console: Console, folder: str, device: str) -> None:
-    """Make a small data set, train `tiny` on it, resume, evaluate and draw, all in DIR.
+def command(console: Console, folder: str, model: str, device: str) -> None:
+    """Make a small data set, train a small model on it, resume, evaluate and draw, all in DIR.
 
     Needs no GPU and no data, and takes less than 8 minutes on two cores. A second call uses the data set again and
     starts a new run beside the first.
@@ -23,7 +30,7 @@ def command(console: Console, folder: str, device: str) -> None:
 
     from bevctl.quickstart import Quickstart
 
-    quickstart = Quickstart(Path(folder), device, console)
+    quickstart = Quickstart(Path(folder), device, console, model)
     summary = quickstart.run()
     console.document("quickstart", summary.document())
     seconds = sum(step.seconds for step in summary.steps)
@@ -33,8 +40,8 @@ def command(console: Console, folder: str, device: str) -> None:
         f"mAP on held-out scenes:  {summary.untrained_map:.3f} untrained, {summary.trained_map:.3f} trained\n"
         f"run: {summary.run}   pictures: {quickstart.pictures}   {seconds:.0f} s in all\n\n"
         "Next:\n"
-        f"  bevctl train tiny --set data.root={quickstart.data} --epochs 20 --work-dir {folder}/longer\n"
-        f"  bevctl eval tiny --set data.root={quickstart.data} --checkpoint {summary.run}/latest\n"
+        f"  bevctl train {quickstart.config} --set data.root={quickstart.data} --epochs 20 --work-dir {folder}/longer\n"
+        f"  bevctl eval {quickstart.config} --set data.root={quickstart.data} --checkpoint {summary.run}/latest\n"
         "  bevctl data prepare --root data/nuscenes --version v1.0-trainval   # with real nuScenes data\n"
-        "  bevctl train bevfusion_multitask_fp16 --gpus 8"
+        f"  bevctl train {quickstart.real_config} --gpus 8"
     )
