@@ -11,7 +11,7 @@ from bevctl.models.petrv2_position import FrustumEncoder, inverse_sigmoid
 from bevctl.models.petrv2_transformer import PetrTransformer
 
 MODULE = "encoders.camera.position.position_encoder"
-BEYOND_RANGE = {"model.petr.position_range": (-6.0, -6.0, -0.5, 6.0, 6.0, 0.5)}
+BEYOND_RANGE = {"model.petr.position_range": (-2.0, -2.0, -0.2, 2.0, 2.0, 0.2)}
 """For a nano config: some points lie outside, where a share of exactly 1 meets the smallest one."""
 
 
