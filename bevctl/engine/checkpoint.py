@@ -26,6 +26,7 @@ from bevctl.files import atomic_path
 from bevctl.models.layouts import exchange_box_convention, match_decoders, to_ours
 from bevctl.models.layouts_petr import unequal_code_weights
 from bevctl.models.layouts_swin import match_bias_tables
+from bevctl.models.layouts_timm import match_backbone
 from bevctl.models.mmdet3d import Detector
 
 FORMAT = "bevctl"
@@ -207,6 +208,9 @@ def load_state(model: nn.Module, checkpoint: Checkpoint, boxes: str = "auto") ->
     """`load_weights` for a checkpoint that was read already; `boxes` as of `to_our_layout`."""
     ours = model.state_dict()
     state, layout, notes = reader_for(model)(checkpoint, boxes)
+    if layout == "unknown":
+        matched = match_backbone(state, ours)
+        state, layout = matched, layout if matched.keys() == state.keys() else "timm_backbone"
     state = match_decoders(match_bias_tables(state, ours), ours)
     derived = {key for key in ours if is_derived(key)}
     fitting = {k: v for k, v in state.items() if k in ours and v.shape == ours[k].shape and k not in derived}

@@ -1,4 +1,4 @@
-"""Names of VoVNet's entries in the releases of its authors, which PETR and DD3D keep.
+"""Names of VoVNet's entries in the files of PETR, and of the backbones that it starts from.
 
 There a convolution is called after its place, `stage3.OSA3_2.layers.0.OSA3_2_0/conv`, slashes and all.
 """

@@ -16,6 +16,7 @@ from bevctl.models.build import build_model
 from bevctl.models.layouts import to_mmdet3d
 from tests.models.nano import nano_config
 
+CAMERA_ALONE = {"model.camera.view.kind": "lss"}
 CONFIG = nano_config(**{"model.map": None})
 BACKBONE = "encoders.camera.backbone."
 COUNTERS = ("num_batches_tracked", "relative_position_index", ".dx", ".bx", ".nx", ".frustum")
@@ -152,3 +153,17 @@ def test_petr_is_named(tmp_path: Path) -> None:
     torch.save({"state_dict": state}, tmp_path / "petr.pth")
     with pytest.raises(BevctlError, match="layout: petr"):
         load_state(build_model(CONFIG), read_checkpoint(tmp_path / "petr.pth"))
+
+
+@pytest.mark.parametrize(("backbone", "prefix"), [("resnet18", ""), ("resnet18", "backbone."), ("convnext_atto", "")])
+def test_weights_that_torchvision_and_timm_release(backbone: str, prefix: str) -> None:
+    timm = pytest.importorskip("timm")
+    theirs = {prefix + key: value for key, value in timm.create_model(backbone).state_dict().items()}
+    model = build_model(nano_config(**{"model.camera.backbone": backbone, "model.lidar": None, **CAMERA_ALONE}))
+    found = load_state(model, Checkpoint(Path("x.pth"), {"state_dict": theirs}))
+    assert found.layout == "timm_backbone"
+    fates = found.by_part()["encoders.camera.backbone"]
+    assert (fates["missing"], fates["mismatched"]) == (0, 0)
+    assert all(name.split(".")[len(prefix) > 0] in ("fc", "head") for name in found.unexpected)
+    loaded = model.state_dict()
+    assert all(torch.equal(theirs[key], loaded[name]) for key, name in zip(theirs, found.loaded, strict=False))
