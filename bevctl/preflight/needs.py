@@ -84,7 +84,7 @@ def sample_bytes(context: Context) -> int:
     images = points = maps = 0
     if config.model.camera is not None:
         height, width = config.model.camera.image_size
-        images = 6 * 3 * height * width
+        images = _CAMERAS * config.data.frames * (3 + config.data.image.pad) * height * width
     if config.model.lidar is not None:
         points = (config.data.sweeps + 1) * _POINTS_A_SWEEP * 5 * 4
     if config.model.map is not None:
@@ -94,5 +94,6 @@ def sample_bytes(context: Context) -> int:
     return images + points + maps
 
 
+_CAMERAS = 6
 _POINTS_A_SWEEP = 35_000
 """Points of a nuScenes LiDAR sweep."""

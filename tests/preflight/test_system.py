@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bevctl.config.load import load
 from bevctl.errors import BevctlError
 from bevctl.finding import CheckStatus
 from bevctl.preflight import host, system
@@ -201,6 +203,10 @@ class TestSharedMemory:
         both = make_context("model.camera.image_size=[256, 704]", "model.map=null", "data.sweeps=9")
         assert sample_bytes(lidar) == points
         assert sample_bytes(both) == images + points
+        padded = dataclasses.replace(
+            lidar, config=load("petrv2_seg", sets=["model.map=null", "model.object={}"]).config
+        )
+        assert sample_bytes(padded) == 12 * (3 + 1) * 928 * 1600, "two moments, and a byte a pixel that says padding"
         with_map = make_context("model.camera=null", "data.sweeps=9")
         assert with_map.config is not None
         assert sample_bytes(with_map) == points + 4 * len(with_map.config.data.map_classes) * _cells(with_map)
