@@ -2,8 +2,8 @@
 
 Our names are those of mit-bevfusion, so its files need no renaming. mmdet3d ≥ 1.2 uses other prefixes and other names
 in the query decoder; spconv 2 stores sparse kernels as (out, x, y, z, in) where ours are (x, y, z, in, out); a file
-may also hold an image backbone alone, in the layout of mmdet, timm, the original release of Swin, or VoVNet as PETR names
-it. PETRv2's names are ours, and those of the PETR repository stand in `layouts_petr`.
+may also hold an image backbone alone, in the layout of mmdet, of timm, of the original release of Swin, or a VoVNet as
+PETR names it. PETRv2's names are ours, and those of the PETR repository stand in `layouts_petr`.
 """
 
 from __future__ import annotations
