@@ -82,9 +82,46 @@ def versions_by_project(packages: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     return versions | ({"mmcv": versions[flavour]} if flavour else {})
 
 
-def problems(versions: Mapping[str, str], pkg_resources: bool) -> list[Problem]:
-    """Everything in `versions` that the table says does not run together."""
-    return [*_unmet_needs(versions), *_clashes(versions, pkg_resources)]
+def problems(versions: Mapping[str, str], pkg_resources: bool, python: str | None = None) -> list[Problem]:
+    """Everything in `versions`, and of them and this Python, that the table says does not run together."""
+    return [*_unmet_needs(versions), *_clashes(versions, pkg_resources), *_other_pythons(versions, python)]
+
+
+def _other_pythons(versions: Mapping[str, str], python: str | None) -> Iterator[Problem]:
+    """Releases that were made for another Python; they may run nevertheless, once they are built."""
+    for row in table()["pythons"]:
+        if python is None or not _matches(versions, row["package"]) or satisfies(python, row["python"]) is not False:
+            continue
+        owner = _named(versions, row["package"])
+        fix = f"Make an environment with Python {row['python']}, or leave the check out where it works."
+        why = f"{owner} is made for Python {row['python']}: {row['why']}"
+        yield Problem(tuple(row["package"]), "warn", f"{owner} on Python {python}", why, fix, row["source"])
+
+
+def mmcv_install(flavour: str, version: str, torch: str | None, cuda: str | None) -> str:
+    """How to install an mmcv with operators for a torch: its wheel where there is one, else how to build it.
+
+    Args:
+        flavour: mmcv-full, or mmcv from 2.0 on.
+        cuda: the CUDA version that torch was built for ("11.3"), None for a CPU build.
+    """
+    column = "full" if flavour == "mmcv-full" else "mmcv"
+    for row in table()["mmcv_wheels"]:
+        has_wheel = bool(row[column]) and satisfies(version, row[column])
+        if has_wheel and satisfies(torch, row["torch"]) and (cuda or "cpu") in row["cuda"]:
+            build = f"cu{cuda.replace('.', '')}" if cuda else "cpu"
+            release = ".".join(str(torch).split(".")[:2])
+            index = f"https://download.openmmlab.com/mmcv/dist/{build}/torch{release}/index.html"
+            return f"`pip install {flavour}=={version} -f {index}`"
+    build = f"`MMCV_WITH_OPS=1 pip install --no-build-isolation --no-deps {flavour}=={version}`"
+    target = f"torch {torch} with {f'CUDA {cuda}' if cuda else 'CPUs'}"
+    return f"{build}: there is no wheel for {target}, it is built (first setuptools below 81, ninja and psutil)"
+
+
+def torch_for_python(python: str) -> str | None:
+    """The torch releases with wheels for a Python ("3.8.18"), as a range; None for one that is not in the table."""
+    found: str | None = table()["torch_pythons"].get(".".join(python.split(".")[:2]))
+    return found
 
 
 def _matches(versions: Mapping[str, str], ranges: Mapping[str, str]) -> bool:

@@ -23,7 +23,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 MARK = "BEVCTL_PROBE "
 PACKAGES = (
     "torch", "torchvision", "numpy", "mmcv", "mmcv-full", "mmcv-lite", "mmdet", "mmsegmentation", "mmdet3d", "mmengine",
-    "spconv", "cumm", "torchpack", "mpi4py", "nuscenes-devkit", "setuptools", "numba", "timm", "bevctl",
+    "spconv", "cumm", "torchpack", "mpi4py", "nuscenes-devkit", "setuptools", "numba", "yapf", "timm", "bevctl",
 )  # fmt: skip
 """Distributions that are looked for; wheels named for a CUDA version (spconv-cu120) count as their project."""
 _TORCH_DETAILS = (

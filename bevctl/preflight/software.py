@@ -10,7 +10,15 @@ from bevctl.errors import BevctlError
 from bevctl.finding import CheckStatus
 from bevctl.preflight import nvml
 from bevctl.preflight.checks import CheckSpec, Context, Outcome, failed, passed, skipped, unknown, warned
-from bevctl.preflight.compatibility import MMCV_FLAVOURS, Problem, newest_capability, problems, satisfies
+from bevctl.preflight.compatibility import (
+    MMCV_FLAVOURS,
+    Problem,
+    mmcv_install,
+    newest_capability,
+    problems,
+    satisfies,
+    torch_for_python,
+)
 from bevctl.preflight.environment import Environment, read_environment, try_imports
 from bevctl.preflight.gpu_selection import gpus_in_use
 from bevctl.preflight.plan import is_foreign_run
@@ -58,7 +66,9 @@ def torch_version(context: Context, environment: Environment) -> Outcome:
     wanted = AMP_TORCH if is_foreign_run(context) else OWN_TORCH
     version = environment.torch.get("version") or environment.versions.get("torch")
     if version is None:
-        return failed("torch is not installed", f"{environment.executable} -m pip install torch", required=wanted)
+        built = torch_for_python(environment.python)
+        fix = f"{environment.executable} -m pip install 'torch{built or ''}'"
+        return failed("torch is not installed", fix, required=wanted)
     found = f"torch {version} ({_build(environment)})"
     if satisfies(version, wanted) is False:
         return failed(found, f"{environment.executable} -m pip install 'torch{wanted}'", required=wanted)
@@ -107,24 +117,38 @@ def _import_outcome(context: Context, modules: list[str]) -> Outcome:
     silent = [name for name, result in tried.items() if result["ok"] is None]
     if broken:
         said = "; ".join(f"{name}: {result['error']}" for name, result in broken.items())
-        return failed(f"does not import: {said}", _import_fix(broken))
+        return failed(f"does not import: {said}", _import_fix(broken, context.once(read_environment)))
     if silent:
         return unknown(f"no answer in time: {', '.join(silent)}", "Give it longer with --timeout.")
     return passed(f"imports: {', '.join(tried)}")
 
 
-def _import_fix(broken: Mapping[str, Mapping[str, Any]]) -> str:
+def _import_fix(broken: Mapping[str, Mapping[str, Any]], environment: Environment) -> str:
     said = " ".join(str(result["error"]) for result in broken.values())
+    install = _mmcv_install(environment)
+    if "undefined symbol" in said and "mmcv._ext" in broken and install:
+        return f"It was compiled for another torch: {install}."
     if "undefined symbol" in said:
         return "It was compiled for another torch: reinstall the wheel for this torch, or build it anew beside it."
     if "_ext" in said or "mmcv._ext" in broken:
         return (
-            "This mmcv has no operators: install mmcv-full (mmcv 1) or build mmcv 2 with MMCV_WITH_OPS=1 and "
+            f"This mmcv has no operators: {install}."
+            if install
+            else "This mmcv has no operators: install mmcv-full (mmcv 1) or build mmcv 2 with MMCV_WITH_OPS=1 and "
             "--no-build-isolation, so that its setup sees torch."
         )
     if "incompatible" in said:
         return "Install the versions that the message names."
     return _REINSTALL
+
+
+def _mmcv_install(environment: Environment) -> str:
+    """How to install this environment's mmcv with operators for its torch; empty without both."""
+    version, torch = environment.versions.get("mmcv"), environment.torch.get("version")
+    if version is None or torch is None:
+        return ""
+    flavour = "mmcv-full" if satisfies(version, "<2.0.0rc1") else "mmcv"
+    return mmcv_install(flavour, version, torch.split("+")[0], environment.torch.get("cuda"))
 
 
 @_of_environment
@@ -144,8 +168,9 @@ def one_mmcv(context: Context, environment: Environment) -> Outcome:
         flavours[0] == "mmcv" and satisfies(environment.versions["mmcv"], "<2.0.0rc1")
     )
     if without_operators and ("mmdet3d" in environment.packages or context.foreign is not None):
-        full = "mmcv-full" if flavours[0] == "mmcv" else "mmcv"
-        fix = f"{pip} uninstall -y {flavours[0]}, then install {full} of the same version."
+        full = "mmcv-full" if satisfies(environment.versions["mmcv"], "<2.0.0rc1") else "mmcv"
+        install = _mmcv_install(environment) or f"install {full} of the same version"
+        fix = f"{pip} uninstall -y {flavours[0]}, then {install}."
         return _at_level(level, f"{found}, which has no operators", fix)
     return passed(found)
 
@@ -165,7 +190,7 @@ def _at_level(level: str, found: str, fix: str) -> Outcome:
 @_of_environment
 def versions_fit(context: Context, environment: Environment) -> Outcome:
     """SOFT005: the versions run together, by compatibility.yaml."""
-    found = problems(environment.versions, environment.pkg_resources)
+    found = problems(environment.versions, environment.pkg_resources, environment.python)
     if not found:
         installed = (f"{name} {package['version']}" for name, package in environment.packages.items())
         return passed(", ".join(installed) or "none of the packages in the table is installed")

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bevctl.preflight.compatibility import newest_capability, parse_version, problems, satisfies, table
+from bevctl.preflight.compatibility import (
+    mmcv_install,
+    newest_capability,
+    parse_version,
+    problems,
+    satisfies,
+    table,
+    torch_for_python,
+)
 
 ORDERED = [
     "0.9",
@@ -88,6 +96,7 @@ def test_combinations_that_work(versions: dict[str, str]) -> None:
         ({"mmcv": "1.7.0", "mmengine": "0.10.7"}, True, "warn", "mmcv 1.7.0, mmengine 0.10.7"),
         ({"mmcv": "1.7.2", "torch": "2.13.0"}, True, "warn", "torch 2.13.0"),
         ({"nuscenes-devkit": "1.2.0", "numpy": "2.4.0"}, True, "warn", "nuscenes-devkit 1.2.0"),
+        (CLASSIC | {"yapf": "0.43.0"}, True, "fail", "mmcv 1.7.0, yapf 0.43.0"),
     ],
 )
 def test_combinations_that_do_not(versions: dict[str, str], pkg_resources: bool, level: str, words: str) -> None:
@@ -119,3 +128,50 @@ def test_every_row_is_complete() -> None:
 )
 def test_newest_capability(cuda: str, capability: tuple[int, int] | None) -> None:
     assert newest_capability(cuda) == capability
+
+
+@pytest.mark.parametrize(
+    ("versions", "python", "found"),
+    [
+        (CLASSIC, "3.8.18", []),
+        (MODERN, "3.11.7", []),
+        (CLASSIC, "3.11.7", ["mmdet3d 1.0.0rc6 on Python 3.11.7", "mmcv 1.7.0 on Python 3.11.7"]),
+        (MODERN, "3.6.15", ["mmdet3d 1.4.0 on Python 3.6.15"]),
+    ],
+)
+def test_pythons(versions: dict[str, str], python: str, found: list[str]) -> None:
+    told = problems(versions, True, python)
+    assert [problem.found for problem in told] == found
+    assert {problem.level for problem in told} <= {"warn"}
+
+
+@pytest.mark.parametrize(
+    ("flavour", "version", "torch", "cuda", "wheel"),
+    [
+        ("mmcv-full", "1.4.0", "1.10.1", "11.3", "cu113/torch1.10"),
+        ("mmcv-full", "1.7.0", "1.12.1", "10.2", "cu102/torch1.12"),
+        ("mmcv-full", "1.7.0", "1.12.1", None, "cpu/torch1.12"),
+        ("mmcv", "2.1.0", "2.1.2", "12.1", "cu121/torch2.1"),
+        ("mmcv-full", "1.7.2", "1.12.1", "11.3", None),
+        ("mmcv-full", "1.7.0", "2.0.1", "11.8", None),
+        ("mmcv-full", "1.4.0", "1.12.1", "11.3", None),
+        ("mmcv", "2.1.0", "2.13.0", "12.6", None),
+        ("mmcv", "2.1.0", None, None, None),
+    ],
+)
+def test_how_to_install_mmcv(
+    flavour: str, version: str, torch: str | None, cuda: str | None, wheel: str | None
+) -> None:
+    said = mmcv_install(flavour, version, torch, cuda)
+    assert f"{flavour}=={version}" in said
+    assert said.endswith(f"/{wheel}/index.html`") if wheel else "there is no wheel" in said
+
+
+def test_torch_of_a_python() -> None:
+    assert torch_for_python("3.8.18") == ">=1.4,<=2.4.1"
+    assert torch_for_python("3.13.0") == ">=2.5"
+    assert torch_for_python("4.0.0") is None
+    for row in table()["mmcv_wheels"]:
+        assert set(row) == {"torch", "cuda", "full", "mmcv"}
+    for row in table()["pythons"]:
+        assert set(row) == {"package", "python", "why", "source"}
