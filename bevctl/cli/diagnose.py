@@ -49,6 +49,12 @@ class TopicCommand(click.Command):
 @click.option(
     "--forecast", is_flag=True, help="Of a healthy run: what FP16 could not hold, and the settings that help."
 )
+@click.option(
+    "--profile",
+    type=click.IntRange(1),
+    metavar="N",
+    help="no-speedup: profile N steps of the config, and try remedies.",
+)
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where to compute; auto.")
 @engine_option("bevctl", "mmdet3d")
 @click.option(
@@ -68,6 +74,7 @@ def command(
     checkpoint: Path | None,
     bench: tuple[Path, ...],
     forecast: bool,
+    profile: int | None,
     device: str,
     fail_on: str,
 ) -> int:
@@ -82,7 +89,9 @@ def command(
     from bevctl.finding import Severity
 
     _check(topic, replay, forecast, bench, write_fix)
-    if run is None and checkpoint is None and not bench:
+    if profile is not None and topic != "no-speedup":
+        raise BevctlError("--profile belongs to `diagnose no-speedup`.", "Leave it out.")
+    if run is None and checkpoint is None and not bench and (profile is None or config is None):
         run = _newest(console)
     request = DiagnoseRequest(
         run=run,
@@ -93,6 +102,7 @@ def command(
         checkpoint=checkpoint,
         forecast=forecast,
         bench=bench,
+        profile=profile,
         device=device,
         say=console.info,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from bevctl.monitor.alarms.precision import SAME, Comparison, compare
 from bevctl.monitor.facts import fp16_of
 from bevctl.monitor.progress import evaluation_lengths
 from bevctl.monitor.view import Alarm, View
+
+if TYPE_CHECKING:
+    from bevctl.diagnose.speed_rehearsal import Rehearsed
 
 NO_WORKERS, EXPECTED, SMALL_BATCH, ODD_CHANNELS, SLOW_SWITCHES, EVALUATIONS, AMDAHL, LAUNCHES = (
     *("SPEED101", "SPEED102", "SPEED103", "SPEED104", "SPEED105", "SPEED106", "SPEED107", "SPEED108"),
@@ -57,13 +61,25 @@ def diagnose(request: DiagnoseRequest) -> Diagnosis:
         *_expected(subject, compared),
         *(_by_parts(pair) if pair is not None else ()),
     ]
+    tables, said = [*_time_table(view), *_part_table(pair)], []
+    if request.profile is not None:
+        rehearsed = _profiled(request, subject, request.profile)
+        findings, tables = [*findings, *rehearsed.findings], [*tables, *rehearsed.tables]
+        said += rehearsed.looked_at
     findings.sort(key=lambda finding: (-finding.severity.rank, -finding.confidence))
     status = status_of(findings)
-    said = []
-    if status is Status.CLEAR and compared is None and pair is None:
+    if status is Status.CLEAR and compared is None and pair is None and request.profile is None:
         status = Status.INCONCLUSIVE
-        said.append("Whether half precision is faster is not known: give the FP32 run with --against, or --bench.")
-    return Diagnosis(status, findings, [*subject.looked_at, *said], [*_time_table(view), *_part_table(pair)])
+        said.append(
+            "Whether half precision is faster is not known: give the FP32 run with --against, --bench, or --profile N."
+        )
+    return Diagnosis(status, findings, [*subject.looked_at, *said], tables)
+
+
+def _profiled(request: DiagnoseRequest, subject: Subject, steps: int) -> Rehearsed:
+    from bevctl.diagnose.speed_rehearsal import rehearse_speed
+
+    return rehearse_speed(request, subject, steps)
 
 
 def _subject(request: DiagnoseRequest) -> Subject:

@@ -40,6 +40,8 @@ class DiagnoseRequest:
     forecast: bool = False
     bench: tuple[Path, ...] = ()
     """Documents of `bevctl bench --json`."""
+    profile: int | None = None
+    """Steps to profile; None: nothing is run."""
     device: str = "auto"
     """auto, cpu or cuda: where a topic computes."""
     say: Callable[[str], None] = _say_nothing

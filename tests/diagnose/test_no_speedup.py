@@ -13,6 +13,7 @@ from bevctl.diagnose.bench_limits import read_pair
 from bevctl.diagnose.report import Status
 from bevctl.errors import BevctlError
 from tests.conftest import Outcome
+from tests.engine.disk import write_run_files
 from tests.runs.logs import mmcv_line, mmcv_message, write
 
 from .cases import CRASHING_FP16, ask, ask_log, evidence, found, header, mmcv_config, own_run, the, windows
@@ -216,3 +217,19 @@ def test_the_command(invoke: Callable[..., Outcome], tmp_path: Path) -> None:
     assert invoke("diagnose", "no-speedup", "--bench", bench).code == 0
     wrong = invoke("diagnose", "nan", path, "--bench", bench)
     assert (wrong.code, "--bench belongs to" in wrong.err) == (2, True)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_config_is_profiled_and_remedies_are_tried(invoke: Callable[..., Outcome], tmp_path: Path) -> None:
+    config = write_run_files(tmp_path)
+    result = invoke("diagnose", "no-speedup", "--config", config, "--profile", "2", "--device", "cpu", "--json")
+    document = result.document
+    ids = [finding["id"] for finding in document["findings"]]
+    assert ids[0] == "SPEED110", "it trains in FP32"
+    told = next(finding for finding in document["findings"] if finding["id"] == "SPEED119")
+    assert told["evidence"][0]["what"].startswith("Half precision can give at most ")
+    assert {"forward/encoders.lidar", "backward/decoder", "optimizer"} <= {row["what"] for row in document["split"]}
+    tried = {row["what"]: row["ratio"] for row in document["tried"]}
+    assert tried["as it is"] == 1.0
+    assert tried["batch 4 instead of 2"] > 0
+    assert invoke("diagnose", "oom", "--config", config, "--profile", "2").code == 2

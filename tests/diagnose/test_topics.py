@@ -21,6 +21,7 @@ from bevctl.diagnose import (
     oom,
     rank_findings,
     signatures,
+    speed_causes,
     unstable_loss,
 )
 from bevctl.diagnose.signatures import SIGNATURES
@@ -46,7 +47,11 @@ def test_every_id_is_explained() -> None:
 
 @pytest.mark.parametrize(
     ("modules", "family"),
-    [((oom,), "diagnose_oom"), ((hang, rank_findings), "diagnose_hang"), ((no_speedup,), "diagnose_speed")],
+    [
+        ((oom,), "diagnose_oom"),
+        ((hang, rank_findings), "diagnose_hang"),
+        ((no_speedup, speed_causes), "diagnose_speed"),
+    ],
 )
 def test_every_id_of_memory_time_and_silence_is_explained(modules: tuple[ModuleType, ...], family: str) -> None:
     explained = set(yaml.safe_load((Path(bevctl.explain.__file__).parent / f"{family}.yaml").read_text()))
