@@ -13,10 +13,11 @@ Array = NDArray[np.float64]
 
 
 def rigid(rotation: ArrayLike, translation: ArrayLike) -> Array:
-    """4×4 transform from a (3, 3) rotation and a (3,) translation."""
-    matrix = np.eye(4)
-    matrix[:3, :3] = rotation
-    matrix[:3, 3] = translation
+    """(..., 4, 4) transforms from (..., 3, 3) rotations and (..., 3) translations."""
+    matrix = np.zeros((*np.shape(translation)[:-1], 4, 4))
+    matrix[..., :3, :3] = rotation
+    matrix[..., :3, 3] = translation
+    matrix[..., 3, 3] = 1.0
     return matrix
 
 
@@ -32,22 +33,21 @@ def invert_rigid(matrix: ArrayLike) -> Array:
 
 
 def quaternion_to_rotation(quaternion: ArrayLike) -> Array:
-    """(3, 3) rotation of a quaternion (w, x, y, z), which is normalised first.
+    """(..., 3, 3) rotations of quaternions (..., 4) w, x, y, z, which are normalised first.
 
     Raises ValueError for a zero or non-finite quaternion.
     """
     q = np.asarray(quaternion, dtype=np.float64)
-    norm = float(np.linalg.norm(q))
-    if q.shape != (4,) or not np.isfinite(norm) or norm < 1e-9:
-        raise ValueError(f"not a rotation quaternion: {q.tolist()}")
-    w, x, y, z = q / norm
-    return np.array(
-        [
-            [1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)],
-            [2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x)],
-            [2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y)],
-        ]
-    )
+    norm = np.linalg.norm(q, axis=-1, keepdims=True)
+    if q.shape[-1:] != (4,) or not np.isfinite(norm).all() or (norm < 1e-9).any():
+        raise ValueError(f"not a rotation quaternion: {q.tolist()!s:.200}")
+    w, x, y, z = np.moveaxis(q / norm, -1, 0)
+    entries = [
+        [1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)],
+        [2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x)],
+        [2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y)],
+    ]
+    return np.stack([np.stack(row, axis=-1) for row in entries], axis=-2)
 
 
 def yaw_to_quaternion(yaw: float) -> Array:

@@ -54,6 +54,20 @@ def test_what_is_no_quaternion_is_refused(bad: tuple[float, ...]) -> None:
         g.quaternion_to_rotation(bad)
 
 
+def test_stacks_of_poses_are_those_of_their_parts() -> None:
+    rng = np.random.default_rng(0)
+    quaternions, places = rng.normal(size=(2, 5, 4)), rng.normal(size=(2, 5, 3))
+    stacked = g.rigid(g.quaternion_to_rotation(quaternions), places)
+    assert stacked.shape == (2, 5, 4, 4)
+    for row, column in np.ndindex(2, 5):
+        single = g.rigid(g.quaternion_to_rotation(quaternions[row, column]), places[row, column])
+        np.testing.assert_array_equal(stacked[row, column], single)
+    assert g.rigid(g.quaternion_to_rotation(np.zeros((0, 4))), np.zeros((0, 3))).shape == (0, 4, 4)
+    quaternions[1, 2] = 0.0
+    with pytest.raises(ValueError, match="not a rotation quaternion"):
+        g.quaternion_to_rotation(quaternions)
+
+
 @given(angles)
 def test_yaw_goes_through_quaternion_and_matrix(yaw: float) -> None:
     rotation = g.quaternion_to_rotation(g.yaw_to_quaternion(yaw))

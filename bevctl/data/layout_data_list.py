@@ -10,7 +10,7 @@ import numpy as np
 
 from bevctl.data.info import IGNORED, CameraInfo, CameraSweeps, SampleInfo, SweepInfo, box_rows
 from bevctl.errors import BevctlError
-from bevctl.geometry import Array, invert_rigid, rigid
+from bevctl.geometry import Array, invert_rigid, quaternion_to_rotation, rigid
 
 
 def is_early(metainfo: Mapping[str, Any]) -> bool:
@@ -68,17 +68,22 @@ def read_camera_sweeps(document: Mapping[str, Any], samples: Sequence[SampleInfo
     if stored is None:
         return None
     calibration = np.asarray(stored["calibration"], dtype=np.int32)
-    camera2ego = np.asarray(stored["cam2ego"], dtype=np.float64)
+    camera2ego, ego2global = _poses(stored, "cam2ego"), _poses(stored, "ego2global")
     sweeps = CameraSweeps(
         cameras=tuple(map(str, stored["cameras"])),
         paths=np.asarray(stored["path"], dtype=np.bytes_),
         timestamps=np.asarray(stored["timestamp"], dtype=np.float64),
-        camera2global=np.asarray(stored["ego2global"], dtype=np.float64) @ camera2ego[calibration],
+        camera2global=ego2global @ camera2ego[calibration],
         intrinsics=np.asarray(stored["cam2img"], dtype=np.float64),
         calibration=calibration,
     )
     check_camera_sweeps(sweeps, samples)
     return sweeps
+
+
+def _poses(stored: Mapping[str, Any], name: str) -> Array:
+    """(n, 4, 4)"""
+    return rigid(quaternion_to_rotation(stored[f"{name}_rotation"]), stored[f"{name}_translation"])
 
 
 def check_camera_sweeps(sweeps: CameraSweeps, samples: Sequence[SampleInfo]) -> None:

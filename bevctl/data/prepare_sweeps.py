@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bevctl.batch import CAMERAS
-from bevctl.geometry import Array, quaternion_to_rotation, rigid
+from bevctl.geometry import Array
 
 MICROSECONDS = 1e-6
 TOLERANCE = 0.05
@@ -65,19 +65,24 @@ class EarlierImages:
         return index
 
     def document(self) -> dict[str, Any]:
-        """The table of all images that `of` named, in arrays: small, and read in no time."""
+        """The table of all images that `of` named, in arrays: small, and read in no time.
+
+        Rotations are quaternions w, x, y, z, as in the tables; `calibration` numbers the rows of cam2ego and cam2img.
+        """
         sensors = [self._tables.get("calibrated_sensor", token) for token in self._calibrations]
         egos = [self._tables.get("ego_pose", record["ego_pose_token"]) for record in self._records]
         return {
             "cameras": list(CAMERAS),
             "path": np.array([record["filename"].encode() for record in self._records], dtype=np.bytes_),
             "timestamp": _times(self._records),
-            "ego2global": _poses(egos),
+            "ego2global_translation": _array([ego["translation"] for ego in egos], 3),
+            "ego2global_rotation": _array([ego["rotation"] for ego in egos], 4),
             "calibration": np.array(
                 [self._calibrations[record["calibrated_sensor_token"]] for record in self._records], dtype=np.int32
             ),
-            "cam2ego": _poses(sensors),
-            "cam2img": np.array([s["camera_intrinsic"] for s in sensors], dtype=np.float64).reshape(-1, 3, 3),
+            "cam2ego_translation": _array([sensor["translation"] for sensor in sensors], 3),
+            "cam2ego_rotation": _array([sensor["rotation"] for sensor in sensors], 4),
+            "cam2img": _array([sensor["camera_intrinsic"] for sensor in sensors], 3, 3),
         }
 
 
@@ -86,10 +91,9 @@ def _times(records: list[Any]) -> Array:
     return np.array([record["timestamp"] for record in records], dtype=np.float64) * MICROSECONDS
 
 
-def _poses(records: list[Any]) -> Array:
-    """(n, 4, 4)"""
-    poses = [rigid(quaternion_to_rotation(record["rotation"]), record["translation"]) for record in records]
-    return np.array(poses, dtype=np.float64).reshape(-1, 4, 4)
+def _array(rows: list[Any], *shape: int) -> Array:
+    """(n, *shape), also of no rows."""
+    return np.array(rows, dtype=np.float64).reshape(-1, *shape)
 
 
 def _nearest(times: Array, wanted: Array) -> NDArray[np.int64]:

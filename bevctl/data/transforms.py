@@ -88,8 +88,10 @@ def padding_mask(matrix: Array, source_size: tuple[int, int], size: tuple[int, i
     height, width = size
     inverse = np.linalg.inv(matrix)
     v, u = np.ogrid[0.5:height, 0.5:width]
-    x, y = (inverse[axis, 0] * u + inverse[axis, 1] * v + inverse[axis, 3] for axis in range(2))
-    covered: NDArray[np.bool_] = (x >= 0) & (x < source_size[0]) & (y >= 0) & (y < source_size[1])
+    x, y = inverse[0, 0] * u + inverse[0, 3], inverse[1, 1] * v + inverse[1, 3]
+    if inverse[0, 1] or inverse[1, 0]:  # turned: a row of the image is no row of the source
+        x, y = x + inverse[0, 1] * v, y + inverse[1, 0] * u
+    covered: NDArray[np.bool_] = ((x >= 0) & (x < source_size[0])) & ((y >= 0) & (y < source_size[1]))
     return ~covered
 
 
@@ -150,8 +152,12 @@ def _padding(
     sources: Sequence[ImageArray | ImageFile], changed: Sequence[tuple[ImageArray, Array]], size: tuple[int, int]
 ) -> NDArray[np.bool_]:
     """(V, height, width)"""
-    pairs = zip(sources, changed, strict=True)
-    return np.stack([padding_mask(matrix, _size_of(source), size) for source, (_, matrix) in pairs])
+    masks: dict[tuple[bytes, tuple[int, int]], NDArray[np.bool_]] = {}
+    keys = [(matrix.tobytes(), _size_of(source)) for source, (_, matrix) in zip(sources, changed, strict=True)]
+    for key, (_, matrix) in zip(keys, changed, strict=True):
+        if key not in masks:
+            masks[key] = padding_mask(matrix, key[1], size)
+    return np.stack([masks[key] for key in keys])
 
 
 def _draw_changes(config: ImageAugmentConfig, count: int, rng: np.random.Generator | None) -> list[ImageChange]:

@@ -131,7 +131,7 @@ def test_a_table_that_does_not_fit_is_refused(root: Path, tmp_path: Path, damage
     elif damage == "times":
         stored["timestamp"] = stored["timestamp"][:-1]
     else:
-        del stored["cam2ego"]
+        del stored["cam2ego_rotation"]
     with pytest.raises(BevctlError, match=r"The camera sweeps of .*a\.pkl cannot be read: ") as caught:
         read_info(made.write(tmp_path / "a.pkl", document))
     assert "data prepare" in caught.value.hint

@@ -213,3 +213,16 @@ def test_without_a_camera_branch_nothing_is_looked_for(config: Config) -> None:
     dataset = NuScenesDataset(blind, "val")
     assert "choose previous frame" not in dataset.steps(dataset.info_at(0), 0)
     assert isinstance(dataset[0], Item)
+
+
+def test_a_real_frame_without_a_past_sees_itself_twice(shared: Path) -> None:
+    folder = shared / "nuscenes_frame"
+    name = next(folder.glob("*.pkl")).name
+    config = load("petrv2", sets=[f"data.root={folder}", f"data.info_train={name}", f"data.info_val={name}"]).config
+    dataset = NuScenesDataset(config, "val")
+    sample = sample_of(dataset, 0)
+    assert sample.images is not None
+    assert [image.shape for image in sample.images] == [(320, 800, 3)] * 12
+    assert "1 of 1 samples" in "".join(dataset.notes)
+    np.testing.assert_allclose(sample.times[6:] - sample.times[:6], 1.25)
+    assert (np.abs(sample.times[:6]) < 0.06).all()
