@@ -152,6 +152,11 @@ class DataConfig:
         ("drivable_area", "ped_crossing", "walkway", "stop_line", "carpark_area", "divider"),
         "map classes, in the order of the network's outputs; vehicle is drawn from the boxes, not from the map",
     )
+    vehicle_origin: str = opt(
+        "lidar",
+        "what lies in the middle of the vehicle mask; ego, a metre behind the LiDAR, is where PETR's weights have it",
+        choices=("lidar", "ego"),
+    )
     box_convention: str = opt(
         "auto",
         "how info files store boxes: l, w, h, yaw or w, l, h, -yaw - pi/2; auto tells it from the objects' shapes",

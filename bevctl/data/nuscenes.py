@@ -22,7 +22,7 @@ from bevctl.data.previous import PreviousFrames
 from bevctl.data.sample import Item, Sample, Transform
 from bevctl.data.sweeps import load_points
 from bevctl.data.transforms import build_transforms
-from bevctl.data.vehicles import vehicle_mask
+from bevctl.data.vehicles import around_ego, vehicle_mask
 from bevctl.data.views import add_views, read_views
 from bevctl.errors import BevctlError
 from bevctl.geometry import Array
@@ -223,7 +223,8 @@ class NuScenesDataset:
             drawn = map_masks(layers, self._map_layers, info.lidar2global, lidar_aug, head.xbound, head.ybound)
             masks = dict(zip(self._map_layers, drawn, strict=True))
         if VEHICLE in self.config.data.map_classes:
-            vehicles = vehicle_mask(info, lidar_aug, head.xbound, head.ybound)
+            origin = around_ego(info) if self.config.data.vehicle_origin == "ego" else np.eye(4)
+            vehicles = vehicle_mask(info, lidar_aug @ origin, head.xbound, head.ybound)
             if vehicles is None:
                 return None
             masks[VEHICLE] = vehicles

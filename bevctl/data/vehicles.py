@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from bevctl.data.info import SampleInfo
-from bevctl.geometry import Array, transform_boxes
+from bevctl.geometry import Array, invert_rigid, transform_boxes
 
 VEHICLES = frozenset({"car", "truck", "construction_vehicle", "bus", "trailer", "motorcycle", "bicycle"})
 
@@ -14,15 +14,22 @@ Bound = tuple[float, float, float]
 """Lower end, upper end and cell, m."""
 
 
-def vehicle_mask(info: SampleInfo, lidar_aug: Array, xbound: Bound, ybound: Bound) -> NDArray[np.uint8] | None:
+def vehicle_mask(info: SampleInfo, frame: Array, xbound: Bound, ybound: Bound) -> NDArray[np.uint8] | None:
     """(X, Y) 0/1: cells whose centre lies on an annotated vehicle, one that no LiDAR point fell on too.
 
-    `lidar_aug` (4, 4) is what was done to the LiDAR frame. None where the sample is not annotated.
+    `frame` (4, 4) maps the LiDAR frame to that of the mask. None where the sample is not annotated.
     """
     if info.boxes is None:
         return None
     rows = [box for box, name in zip(info.boxes, info.names, strict=True) if name in VEHICLES]
-    return fill_boxes(transform_boxes(lidar_aug, np.reshape(rows, (-1, 9))), xbound, ybound)
+    return fill_boxes(transform_boxes(frame, np.reshape(rows, (-1, 9))), xbound, ybound)
+
+
+def around_ego(info: SampleInfo) -> Array:
+    """(4, 4) LiDAR frame → the same axes around the ego vehicle's origin, which lies below its rear axle."""
+    shift = np.eye(4)
+    shift[:2, 3] = -invert_rigid(info.lidar2ego)[:2, 3]
+    return shift
 
 
 def fill_boxes(boxes: ArrayLike, xbound: Bound, ybound: Bound) -> NDArray[np.uint8]:

@@ -77,6 +77,24 @@ def test_vehicles_follow_the_lidar_frame() -> None:
     np.testing.assert_array_equal(_mask(_info(), aug), _mask(_info(), np.eye(4)).T)  # x' = y, y' = x
 
 
+def test_around_the_ego_vehicle_everything_is_further_ahead(config: Config) -> None:
+    """The LiDAR stands 0.94 m before the ego vehicle's origin, its x to the right: two cells of 0.47 m along y."""
+    head = MapHeadConfig(xbound=(-47.0, 47.0, 0.47), ybound=(-47.0, 47.0, 0.47))
+    masks = {}
+    for origin in ("lidar", "ego"):
+        changed = dataclasses.replace(
+            config,
+            data=dataclasses.replace(config.data, vehicle_origin=origin),
+            model=dataclasses.replace(config.model, map=head),
+        )
+        sample = NuScenesDataset(changed, "val")[0].sample
+        assert sample is not None
+        assert sample.bev_map is not None
+        masks[origin] = sample.bev_map[1]
+    np.testing.assert_array_equal(masks["ego"][:, 2:], masks["lidar"][:, :-2])
+    assert masks["lidar"].any()
+
+
 @pytest.fixture(scope="module")
 def config(synth_root: Path) -> Config:
     return load("tiny", sets=[f"data.root={synth_root}", "data.map_classes=[divider, vehicle, drivable_area]"]).config
