@@ -23,7 +23,7 @@ def build_petrv2(config: Config) -> PETRv2:
     recomputed = {part: part in model.checkpointing for part in ("camera", "decoder")}
     backbone = build_image_backbone(model.camera, recomputed["camera"], levels=LEVELS)
     neck = CPFPN(backbone.channels, model.camera.neck_channels)
-    position = ImagePositions(model.petr, model.camera.neck_channels)
+    position = ImagePositions(model.petr, model.camera.neck_channels, recomputed["camera"])
     encoder = PetrImageEncoder(ImageInput(model.camera.normalize), backbone, neck, position, config.data.frames)
     heads: dict[str, PetrObjectHead | PetrMapHead] = {}
     if model.object is not None:

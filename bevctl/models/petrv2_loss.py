@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from bevctl.batch import Batch
@@ -46,5 +45,5 @@ def detection_losses(logits: Tensor, codes: Tensor, batch: Batch) -> tuple[Tenso
 
 def _cost(logits: Tensor, codes: Tensor, labels: Tensor, objects: Tensor) -> Tensor:
     """(B, Q, M) cost of calling query q, (B, Q, K) and (B, Q, 10), the object m, (B, M) and (B, M, 10)."""
-    distance = torch.cdist(codes[..., :COST_CODES], objects[..., :COST_CODES], p=1.0)
+    distance = (codes[:, :, None, :COST_CODES] - objects[:, None, :, :COST_CODES]).abs().sum(-1)
     return CLASS_COST * class_cost(logits, labels) + BOX_COST * distance

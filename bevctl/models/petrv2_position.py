@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bevctl.config.schema import PetrConfig
-from bevctl.models.layers import autocast_dtype
+from bevctl.models.layers import autocast_dtype, recompute
 from bevctl.ops.linear import linear
 
 TEMPERATURE = 10000.0
@@ -104,10 +104,14 @@ class FeatureGuidance(nn.Module):
 
 
 class ImagePositions(nn.Module):
-    """Features of all views as one list, and the same with their positions in space added."""
+    """Features of all views as one list, and the same with their positions in space added.
 
-    def __init__(self, config: PetrConfig, channels_in: int) -> None:
+    `checkpointing` recomputes the embeddings of positions in the backward pass.
+    """
+
+    def __init__(self, config: PetrConfig, channels_in: int, checkpointing: bool = False) -> None:
         super().__init__()
+        self.checkpointing = checkpointing
         self.axis_channels = config.hidden // 2
         self.input_proj = Pointwise(channels_in, config.hidden)
         self.position_encoder = FrustumEncoder(config)
@@ -127,10 +131,15 @@ class ImagePositions(nn.Module):
             (B, L, C) values and keys, L = V · h · w.
         """
         values = self.input_proj(features.permute(0, 1, 3, 4, 2))
-        position = self.fpe(self.position_encoder(rays, origins), values)
-        position = position + self.adapt_pos3d(self._places(values.shape[:4], padding, values.device))
+        in_space = self._embedded(self.position_encoder, rays, origins)
+        in_images = self._embedded(self.adapt_pos3d, self._places(values.shape[:4], padding, values.device))
+        position = self.fpe(in_space, values) + in_images
         keys = (values + position).to(values.dtype)
         return values.flatten(1, 3), keys.flatten(1, 3)
+
+    def _embedded(self, encoder: nn.Module, *inputs: Tensor) -> Tensor:
+        embedded: Tensor = recompute(encoder, *inputs, enabled=self.checkpointing, random=False)
+        return embedded
 
     def _places(self, shape: Sequence[int], padding: Tensor | None, device: torch.device) -> Tensor:
         """(B or 1, V, h, w, 3 · C / 2) sine embedding of each feature's view, row and column.

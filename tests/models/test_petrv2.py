@@ -78,6 +78,19 @@ def test_a_step_in_each_precision_is_finite_and_close(dtype: torch.dtype) -> Non
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize(("shipped", "fits"), [(True, True), (False, False)])
+def test_the_first_loss_scale_fits_where_the_first_attention_is_in_fp32(shipped: bool, fits: bool) -> None:
+    """Its queries start equal: the norm behind it divides by next to nothing, and magnifies gradients 300 times."""
+    config = load("petrv2").config.precision
+    model = nano(**STILL)
+    patterns = config.fp32_modules if shipped else [p for p in config.fp32_modules if not p.endswith("self_attn")]
+    keep_fp32(model, patterns, "cpu")
+    with torch.autocast("cpu", torch.float16):
+        loss = total(model(nano_petrv2_batch(nano_petrv2_config())))
+    (loss * (config.init_scale if fits else 1024.0)).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters()) == fits
+
+
 def test_the_modules_that_stay_in_fp32_exist_in_each_config() -> None:
     for name in ("petrv2", "petrv2_seg", "petrv2_multitask"):
         config = load(name).config
