@@ -94,12 +94,6 @@ def snapshot(
             "batch": inner * state.setting.accumulate,
             "reshuffles": [list(reshuffle) for reshuffle in state.reshuffles],
         },
-        # mmengine's runner looks for these when it resumes.
-        "message_hub": {
-            "log_scalars": {},
-            "runtime_info": {"epoch": epoch, "iter": iteration},
-            "resumed_keys": {"epoch": True, "iter": True},
-        },
         "meta": {
             **meta,
             "epoch": epoch,
