@@ -34,11 +34,11 @@ class ImageChange:
     """Factor for an image of `SOURCE_WIDTH`; a narrower one is enlarged accordingly."""
     crop: float = 0.5
     """Horizontal position of the crop: 0 left, 1 right. It is aligned with the bottom."""
-    pad: bool = False
-    """An image lower than what is asked for lies at its top, instead of at its bottom."""
     flip: bool = False
     rotate: float = 0.0
     """Degrees, counter-clockwise as seen."""
+    pad: bool = False
+    """An image lower than what is asked for lies at its top, instead of at its bottom."""
 
 
 def draw_image_change(config: ImageAugmentConfig, rng: np.random.Generator) -> ImageChange:
