@@ -89,21 +89,30 @@ def _last_words(log: RunLog) -> EventRecord | None:
 
 def _told(log: RunLog, failure: EventRecord | None) -> State | None:
     """What a run of bevctl, or one that bevctl has launched, says of its own end."""
+    is_launched = "launched" in log.header
     meta: dict[str, Any] = log.header.get("launched") or log.header.get("meta") or {}
-    status = meta.get("status") if log.format == "bevctl" or "launched" in log.header else None
+    status = meta.get("status") if log.format == "bevctl" or is_launched else None
     ends = [event.message for event in log.events if event.kind == "end"]
     message = ends[-1] if ends else f"its run.json says {status}"
+    message = _end_of_launched(log, failure) if is_launched else message
     if status == "finished":
         return State("finished", message)
-    if status == "preempted" and "launched" in log.header:
-        return State("ended", "was stopped by a signal; --resume auto goes on from its last checkpoint")
     if status == "preempted":
         return State("ended", f"was preempted: {message}; a checkpoint was written")
     if status in ("failed", "nonfinite"):
-        return State("died", failure.message if failure and "launched" in log.header else message, failure=failure)
+        return State("died", message, failure=failure)
     if status == "running" and _is_gone(meta):
         return State("died", f"process {meta['pid']} is gone and wrote no end", failure=failure)
     return None
+
+
+def _end_of_launched(log: RunLog, failure: EventRecord | None) -> str:
+    """How the program of another project ended, in the words of its log or of bevctl, which started it."""
+    launched: dict[str, Any] = log.header["launched"]
+    if launched.get("status") == "preempted":
+        return "stopped by a signal, its last checkpoint is there"
+    ends = [segment.get("exit") for segment in launched["segments"] if isinstance(segment, dict)]
+    return failure.message if failure else f"its program ended with exit code {ends[-1] if ends else 'unknown'}"
 
 
 def _is_gone(meta: dict[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from bevctl.external.wanted import Wanted
 
 from .trees import write
 
-TRAIN = '''
+TRAIN = """
 import argparse, os, re, signal, subprocess, sys, time
 
 if False:
@@ -69,7 +69,7 @@ for epoch in range(start + 1, epochs + 1):
     with open(os.path.join(args.work_dir, "epoch_%d.pth" % epoch), "wb") as file:
         file.write(b"\\x80\\x02 a pickle, as far as one can see")
 say("done")
-'''
+"""
 
 
 def tree(folder: Path) -> tuple[Path, Path]:
