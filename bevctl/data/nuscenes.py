@@ -35,11 +35,12 @@ ATTEMPTS = 10
 class NuScenesDataset:
     """Samples of one split; index with (epoch, i) or i.
 
-    Training augments and picks sweeps at random, from a generator seeded by (seed, epoch, i); evaluation is
-    deterministic. With data.cbgs training goes through a class-balanced draw of the samples, in which a sample may come
-    several times. An unreadable file leaves a sentence in `Item.problems`; training then takes another sample (none
-    after `ATTEMPTS` in a row), evaluation none. Where the config skips a sample, training takes the next one: the epoch
-    keeps its length, and the other samples their places and augmentation. `notes` says once what the data set lacks.
+    Training augments and picks sweeps and earlier images at random, from a generator seeded by (seed, epoch, i);
+    evaluation is deterministic. With data.cbgs training goes through a class-balanced draw of the samples, in which a
+    sample may come several times. An unreadable file leaves a sentence in `Item.problems`; training then takes another
+    sample (none after `ATTEMPTS` in a row), evaluation none. Where the config skips a sample, training takes the next
+    one: the epoch keeps its length, and the other samples their places and augmentation. `notes` says once what the
+    data set lacks.
     The maps it needs are opened here, so that forked loader workers share them.
 
     Raises BevctlError (exit 2) for a missing data root or an info file that cannot be used.

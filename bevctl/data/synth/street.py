@@ -24,8 +24,8 @@ _SCENE_KEYFRAMES = 8
 def street_sample(config: Config, seed: int) -> Sample:
     """A sample before any transform: a synthetic street, seen by the real rig at full resolution.
 
-    The cloud has `data.sweeps` + 1 sweeps of 32 × 1084 firings. Images and maps are random numbers: what they show
-    changes nothing about the cost of a step. The same `seed` gives the same sample.
+    The cloud, for a model that reads it, has `data.sweeps` + 1 sweeps of 32 × 1084 firings. Images and maps are random
+    numbers: what they show changes nothing about the cost of a step. The same `seed` gives the same sample.
     """
     rng = np.random.default_rng([config.seed, seed])
     scene = make_scene(ScenePlan(f"street-{seed}", seed, TRAIN_LOCATIONS[0], 0), config.seed, _SCENE_KEYFRAMES)
@@ -36,7 +36,7 @@ def street_sample(config: Config, seed: int) -> Sample:
     return Sample(
         token=f"street-{seed}",
         images=_images(rng, config.data.frames) if config.model.camera is not None else None,
-        points=_cloud(scene, time, config.data.sweeps, rng),
+        points=_cloud(scene, time, config.data.sweeps, rng) if config.model.reads_points else None,
         intrinsics=np.tile(intrinsics, (len(ages), 1, 1)),
         camera2lidar=np.concatenate([_camera2lidar(scene, time, age) for age in ages]),
         times=np.repeat(ages, len(CAMERAS)),

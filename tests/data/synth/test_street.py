@@ -27,6 +27,7 @@ def test_the_images_of_an_earlier_moment_were_taken_further_back() -> None:
     """1.25 s at 4.5 to 7.5 m/s, on a road that bends a little; the car looks along LiDAR y."""
     sample = street_sample(load("petrv2", sets=["data.sweeps=0"]).config, 0)
     assert sample.images is not None
+    assert sample.points is None, "petrv2 does not read them"
     assert len(sample.images) == len(sample.camera2lidar) == len(sample.intrinsics) == len(sample.image_aug) == 12
     np.testing.assert_allclose(sample.times, [0.0] * 6 + [1.25] * 6)
     way = sample.camera2lidar[6:, :3, 3] - sample.camera2lidar[:6, :3, 3]
