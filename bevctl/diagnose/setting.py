@@ -201,9 +201,13 @@ def _with_log(known: Setting, log: RunLog) -> Setting:
 
 def _precision_of_log(known: Setting, log: RunLog, segment: Mapping[str, Any]) -> dict[str, Any]:
     told: dict[str, Any] = {}
-    if isinstance(segment.get("precision"), str):
-        told["precision"] = segment["precision"]
-        told["precision_told"] = f"the run trained in {segment['precision'].upper()} (run.json)"
+    precision = segment.get("precision")
+    if isinstance(precision, str) and "launched" not in log.header:
+        told["precision"] = precision
+        told["precision_told"] = f"the run trained in {precision.upper()} (run.json)"
+    elif isinstance(precision, str) and known.precision is None:
+        told["precision"] = precision
+        told["precision_told"] = f"the run was started in {precision.upper()} (run.json)"
     elif known.precision is None and (half := fp16_of(log)) is not None:
         told["precision"] = "fp16" if half else "fp32"
         told["precision_told"] = f"the log says that FP16 is {'on' if half else 'off'}"

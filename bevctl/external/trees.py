@@ -88,10 +88,10 @@ def read_tree(root: Path) -> Tree:
     """
     root = root.absolute()
     if not root.is_dir():
-        raise BevctlError(f"{display(root)} is no folder.", "Give --repo the checkout of the project.")
+        raise BevctlError(f"{root} is no folder.", "Give --repo the checkout of the project.")
     path = root / TRAIN_SCRIPT
     if not path.is_file():
-        raise BevctlError(f"There is no {TRAIN_SCRIPT} in {display(root)}.", "Give --repo the checkout of the project.")
+        raise BevctlError(f"There is no {TRAIN_SCRIPT} in {root}.", "Give --repo the checkout of the project.")
     script = read_script(path)
     kind = next((kind for kind in TREES if kind.is_it(root, script)), None)
     if kind is None:

@@ -51,15 +51,30 @@ def changes_of(config: ForeignConfig, tree: Tree, wanted: Wanted) -> tuple[Chang
     Raises:
         BevctlError: this kind of config, or this one, has no way to what is asked for.
     """
+    _check_numbers(wanted)
     changes = dict(precision_changes(config, tree, wanted.precision, wanted.loss_scale))
     notes: list[str] = []
-    for key, value in _sizes(config, wanted):
-        changes[key] = value
-    for key, value in _rate(config, tree, wanted, notes):
-        changes[key] = value
+    for key, value in (*_sizes(config, wanted), *_rate(config, tree, wanted, notes)):
+        if config.get(key) != value:
+            changes[key] = value
     if wanted.epochs is not None and config.kind == "mmengine" and config.get("param_scheduler"):
         notes.append("param_scheduler keeps its own lengths: --epochs does not stretch it")
     return changes, notes
+
+
+def _check_numbers(wanted: Wanted) -> None:
+    least: dict[str, tuple[float | None, float]] = {
+        "--batch": (wanted.batch, 1),
+        "--workers": (wanted.workers, 0),
+        "--epochs": (wanted.epochs, 1),
+        "--accumulate": (wanted.accumulate, 1),
+        "--warmup": (wanted.warmup, 0),
+        "--grad-clip": (wanted.clip, 0),
+        "--lr": (wanted.lr, 0),
+    }
+    for option, (value, bound) in least.items():
+        if value is not None and not (math.isfinite(value) and value >= bound):
+            raise BevctlError(f"{option} {value:g} is below {bound:g}.", f"Give at least {bound:g}.")
 
 
 def _sizes(config: ForeignConfig, wanted: Wanted) -> Iterator[tuple[str, Any]]:

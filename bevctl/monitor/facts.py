@@ -26,8 +26,8 @@ class PrecisionFacts:
 
 
 def last_segment(log: RunLog) -> Mapping[str, Any]:
-    """The last start or resume in run.json of a run of bevctl; empty for another log."""
-    segments = (log.header.get("meta") or {}).get("segments")
+    """The last start or resume in run.json of a run that bevctl trained or launched; empty for another log."""
+    segments = (log.header.get("launched") or log.header.get("meta") or {}).get("segments")
     last = segments[-1] if isinstance(segments, list) and segments else {}
     return last if isinstance(last, Mapping) else {}
 

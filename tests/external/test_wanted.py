@@ -112,8 +112,7 @@ def asked(tmp_path: Path, kind: str, text: str = "", **wanted: Any) -> tuple[dic
 @pytest.mark.parametrize(
     ("kind", "gpus", "batch", "rule", "lr"),
     [
-        ("mmdet3d-0.x", 8, 4, "linear", 1e-4),  # 4 a GPU on 8 GPUs is what the config was made for
-        ("mmdet3d-0.x", 4, 4, "linear", 5e-5),
+        ("mmdet3d-0.x", 4, 4, "linear", 5e-5),  # 4 a GPU on 8 GPUs is what the config was made for
         ("mmdet3d-0.x", 2, 4, "sqrt", 5e-5),
         ("petr", 8, 4, "linear", 8e-4),
         ("mmdet3d-1.x", 1, 4, "linear", 1.25e-5),
@@ -146,6 +145,10 @@ def test_least_rates_follow_the_rate(tmp_path: Path) -> None:
         asked(tmp_path / "c", "mmdet3d-1.x", "import x\nparam_scheduler[1]['begin'] = x.y\n", lr=2e-4)
 
 
+def test_what_the_config_has_already_is_no_change(tmp_path: Path) -> None:
+    assert asked(tmp_path, "mmdet3d-0.x", gpus=8, batch=4, workers=4, epochs=20, lr=1e-4, clip=35.0)[0] == {}
+
+
 def test_every_place_of_a_value_is_set(tmp_path: Path) -> None:
     text = "data = dict(imgs_per_gpu=2, train_dataloader=dict(samples_per_gpu=3))\ntotal_epochs = 20\n"
     found, _ = asked(tmp_path, "mmdet3d-0.x", text, gpus=8, batch=5, epochs=7)
@@ -166,6 +169,9 @@ def test_every_place_of_a_value_is_set(tmp_path: Path) -> None:
         ("mmdet3d-0.x", {"accumulate": 2}, "--accumulate has no place"),
         ("openpcdet", {"seed": 1}, "--seed has no place"),
         ("openpcdet", {"deterministic": True}, "--deterministic has no place"),
+        ("petr", {"batch": -1}, "--batch -1 is below 1"),
+        ("petr", {"lr": float("nan")}, "--lr nan is below 0"),
+        ("petr", {"epochs": 0}, "--epochs 0 is below 1"),
     ],
 )
 def test_what_a_project_has_no_place_for(tmp_path: Path, kind: str, wanted: dict[str, Any], said: str) -> None:
