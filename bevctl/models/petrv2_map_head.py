@@ -19,10 +19,8 @@ from bevctl.models.petrv2_position import sine_embedding
 from bevctl.models.petrv2_transformer import ImageMemory, PetrTransformer
 from bevctl.ops.resample import resize_samples
 
-STAGES = ((256, 128), (256, 128), (128, 64))
-"""Channels of each doubling: its result, and in between."""
-LAST = 128
-"""Channels before the logits."""
+STAGES = ((1, 2), (1, 2), (2, 4))
+"""Of each doubling what the width is divided by for its result, and for the map in between."""
 
 
 class Doubling(nn.Module):
@@ -51,12 +49,13 @@ class LaneDecoder(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        sources = [channels, *(stage[0] for stage in STAGES[:-1])]
-        self.layers = nn.ModuleList(
-            [Doubling(source, *stage, channels) for source, stage in zip(sources, STAGES, strict=True)]
-        )
+        self.layers = nn.ModuleList()
+        source = channels
+        for result, between in STAGES:
+            self.layers.append(Doubling(source, channels // result, channels // between, channels))
+            source = channels // result
         self.to_logits = nn.Sequential(
-            nn.Conv2d(STAGES[-1][0], LAST, 3, padding=1, bias=False), nn.ReLU(), nn.Conv2d(LAST, 1, 1)
+            nn.Conv2d(source, source, 3, padding=1, bias=False), nn.ReLU(), nn.Conv2d(source, 1, 1)
         )
 
     def forward(self, start: Tensor) -> Tensor:
@@ -97,14 +96,16 @@ class PetrMapHead(nn.Module):
         return torch.stack(logits, dim=1).unflatten(0, (layers, batch))
 
     def loss(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Weighted pixel loss of each class and layer, in float32; samples without a map weigh nothing."""
-        losses = {}
-        layers = map_losses(logits, batch, self.config).unbind()
-        for number, layer in enumerate(layers):
-            place = f"layer_{number}/" if number + 1 < len(layers) else ""
-            for name, value in zip(self.classes, layer.unbind(), strict=True):
-                losses[f"loss/map/{place}{name}/{self.config.loss}"] = value
-        return losses
+        """Weighted pixel losses, in float32: of each earlier layer over all classes, of the last one by class.
+
+        Samples without a map weigh nothing.
+        """
+        *earlier, last = map_losses(logits, batch, self.config).unbind()
+        kind = self.config.loss
+        losses = {f"loss/map/layer_{number}/{kind}": layer.sum() for number, layer in enumerate(earlier)}
+        return losses | {
+            f"loss/map/{name}/{kind}": value for name, value in zip(self.classes, last.unbind(), strict=True)
+        }
 
     def predict(self, logits: Tensor) -> Tensor:
         """(B, K, X, Y) probabilities of the last layer."""
