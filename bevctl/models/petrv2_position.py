@@ -146,10 +146,10 @@ class ImagePositions(nn.Module):
 
         They are counted from 1 without padding, in shares of the whole count, which is 2π.
         """
-        filled = torch.ones((1, *shape[1:]), device=device) if padding is None else (~padding).float()
+        filled = torch.ones((1, *shape[1:]), dtype=torch.bool, device=device) if padding is None else ~padding
         embedded = []
         for axis in (1, 2, 3):
-            count = filled.cumsum(axis)
+            count = filled.cumsum(axis).float()  # whole numbers: a GPU adds up others in an order that varies
             share = count / (count.narrow(axis, count.shape[axis] - 1, 1) + 1e-6)
             embedded.append(sine_embedding(share * (2 * math.pi), self.axis_channels))
         return torch.cat(embedded, dim=-1)

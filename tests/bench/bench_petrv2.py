@@ -41,8 +41,9 @@ def variant(name: str, batch: int, checkpointing: bool, graphs: bool) -> Config:
 
 
 def inputs_for(config: Config) -> Inputs:
-    batches = [rig_batch(config, config.train.batch, seed).pin_memory() for seed in range(_BATCHES)]
-    return Inputs(list(batches), "synthetic", None)
+    batches = [rig_batch(config, config.train.batch, seed) for seed in range(_BATCHES)]
+    pinned = [batch.pin_memory() if torch.cuda.is_available() else batch for batch in batches]
+    return Inputs(list(pinned), "synthetic", None)
 
 
 def show(result: Result, what: str) -> None:
@@ -85,9 +86,8 @@ def missed(report: Report, batch: int, checkpointing: bool) -> list[str]:
     return found
 
 
-def settled_scale(config: Config, steps: int) -> float:
+def settled_scale(config: Config, steps: int, device: torch.device) -> float:
     """Loss scale after `steps` steps of FP16, told every tenth of them."""
-    device = torch.device("cuda")
     step = build_step(config, "fp16", device)
     batches = inputs_for(config).batches
     encoder = cast("PetrImageEncoder", step.state.model.get_submodule("encoders.camera"))
@@ -110,9 +110,11 @@ def main() -> int:
     parser.add_argument("--no-checkpointing", action="store_true", help="only without")
     parser.add_argument("--no-graphs", action="store_true", help="without CUDA graphs")
     parser.add_argument("--scale-steps", type=int, default=150, help="0 for none")
+    parser.add_argument("--device", default="cuda", help="cpu only shows that this runs")
     options = parser.parse_args()
-    device, failures = torch.device("cuda"), []
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.config}, {options.steps} steps each")
+    device, failures = torch.device(options.device), []
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    print(f"{name}, torch {torch.__version__}, {options.config}, {options.steps} steps each")
     for batch in options.batches:
         for checkpointing in (False,) if options.no_checkpointing else (False, True):
             config = variant(options.config, batch, checkpointing, not options.no_graphs)
@@ -123,7 +125,7 @@ def main() -> int:
             failures += missed(report, batch, checkpointing)
     if options.scale_steps:
         print(f"loss scale over {options.scale_steps} steps of one sample:")
-        scale = settled_scale(variant(options.config, 1, False, not options.no_graphs), options.scale_steps)
+        scale = settled_scale(variant(options.config, 1, False, not options.no_graphs), options.scale_steps, device)
         if scale <= LEAST_SCALE:
             failures.append(f"the loss scale ends at {scale:g}, not above {LEAST_SCALE:g}")
     print("\n".join(f"missed: {failure}" for failure in failures) or "all targets met")
