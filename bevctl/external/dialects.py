@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bevctl.config import foreign_facts
 from bevctl.config.foreign import ForeignConfig
 from bevctl.config.foreign_values import Section, lookup
 from bevctl.errors import BevctlError
@@ -208,17 +207,3 @@ _WORDS: Mapping[str, Words] = {
     "openpcdet": _words_openpcdet,
 }
 
-
-def say_config(config: ForeignConfig) -> list[str]:
-    """What the config that is trained asks for, one sentence each."""
-    half = foreign_facts.half_precision(config)
-    heads = ", ".join(f"{name} ({kind})" for name, kind in foreign_facts.heads(config).items())
-    facts = {
-        "batch a GPU": foreign_facts.batch_per_gpu(config),
-        "workers a GPU": foreign_facts.workers_per_gpu(config),
-        "lr": foreign_facts.learning_rate(config),
-        "schedule": foreign_facts.schedule(config),
-        "epochs": foreign_facts.epochs(config),
-        "heads": heads,
-    }
-    return [str(half), "; ".join(f"{name} {value}" for name, value in facts.items() if value not in (None, ""))]

@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bevctl.config.foreign import ForeignConfig, changed
+from bevctl.config.foreign_summary import summary
 from bevctl.errors import BevctlError
-from bevctl.external.dialects import Job, say_config, spelled, words
+from bevctl.external.dialects import Job, spelled, words
 from bevctl.external.interpreter import Interpreter, environment_of
 from bevctl.external.overlay import Overlay
 from bevctl.external.trees import Tree
 from bevctl.external.wanted import Wanted, changes_of
 
 LAUNCHERS = ("torchrun", "torch.distributed.launch", "torchpack", "none")
+_TOLD = ("precision", "batch_per_gpu", "workers_per_gpu", "lr", "schedule", "epochs", "heads")
+"""Facts of the config that are said at the start."""
 _PLAIN = re.compile(r"[\w@%+=:,./{}\[\]-]+")
 """Words that torchpack's wrapper, which quotes nothing, hands on as they are."""
 _RUN = (1, 9)
@@ -101,7 +104,7 @@ def plan_launch(
         launcher=chosen,
         interpreter=interpreter,
         environment=environment_of(interpreter, tree, job.work_dir, shown),
-        notes=(*say_config(trained), *notes),
+        notes=(*(str(fact) for fact in summary(trained) if fact.name in _TOLD), *notes),
     )
     launch.command(Path("/checkpoint.pth"), 0)
     return launch

@@ -172,3 +172,39 @@ class TestOverrides:
     def test_spelling_out_refuses_a_missing_value(self) -> None:
         with pytest.raises(BevctlError, match=r"--x\.y has no value"):
             spell_out_overrides(["--x.y"])
+
+
+def test_show_says_what_a_config_of_another_project_asks_for(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("base.py").write_text("fp16 = dict(loss_scale=512.)\n")
+    Path("petr_8xb1.py").write_text(
+        "_base_ = 'base.py'\nimport os\nmodel = dict(type='A', bbox_head=dict(type='PETRHead'))\n"
+        "data = dict(samples_per_gpu=1, workers_per_gpu=4, train=dict(ann_file='d/train.pkl'))\n"
+        "optimizer = dict(lr=2e-4)\nlr_config = dict(policy='CosineAnnealing')\nload_from = 'ckpts/a.pth'\n"
+        "if os.environ.get('X'):\n    y = 1\n"
+    )
+    outcome = invoke("config", "show", "petr_8xb1.py", "--set", "runner.max_epochs=3", "--json")
+    assert outcome.code == 0
+    assert "petr_8xb1.py:8: not worked out" in outcome.err
+    document = outcome.document
+    assert document["config"] == {
+        "kind": "mmcv",
+        "precision": "FP16 is on: fp16 is set, loss scale fixed at 512",
+        "batch_per_gpu": 1,
+        "workers_per_gpu": 4,
+        "lr": 2e-4,
+        "lr_made_for_batch": 8,
+        "schedule": "CosineAnnealing",
+        "epochs": 3,
+        "heads": {"bbox_head": "PETRHead"},
+        "data": ".",
+        "info_files": {"train": "d/train.pkl"},
+        "load_from": "ckpts/a.pth",
+    }
+    assert document["origins"]["precision"] == "base.py:1"
+    assert document["origins"]["epochs"] == "as asked for"
+    text = invoke("config", "show", "petr_8xb1.py").out
+    assert "precision: FP16 is on: fp16 is set, loss scale fixed at 512  (base.py:1)\n" in text
+    assert "info_files: train d/train.pkl\n" in text
