@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -113,7 +114,8 @@ def train_external(console: Console, request: ConfigRequest, asked: Asked, detac
     if asked.dry_run:
         return _show(launch, resume, console)
     if not asked.no_preflight:
-        check_context(_context(launch, request, asked), console)
+        # Its processes meet at a port that is free, unless MASTER_PORT names one.
+        check_context(_context(launch, request, asked), console, () if "MASTER_PORT" in os.environ else ("LAUNCH001",))
     if detach is not None:
         return detach(work_dir)
     for note in launch.notes:

@@ -97,8 +97,8 @@ class RunLog:
     """A key of `bevctl.runs.readers.READERS`."""
     header: dict[str, Any] = field(default_factory=dict)
     """What the log says of itself, as far as it does: `config` (text), `env` (dict), `meta` (dict: of a checkpoint a
-    run was resumed from, or run.json), `name`, `host`, `work_dir`, `precision` (see `readers.header.precision_of`), `launched` (dict: run.json of a run
-    that another project's program trained for bevctl)."""
+    run was resumed from, or run.json), `name`, `host`, `work_dir`, `precision` (see `readers.header.precision_of`),
+    `launched` (dict: run.json of a run that another project's program trained for bevctl)."""
     steps: list[StepRecord] = field(default_factory=list)
     """In the order of their iterations, each once: after a resume the later wins. Of more than
     `bevctl.runs.store.KEEP` records every n-th."""
