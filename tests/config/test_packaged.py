@@ -29,6 +29,11 @@ NAMES = (
     "bevfusion_multitask_task_decoders",
     "bevfusion_seg",
     "bevfusion_seg_mit",
+    "petrv2",
+    "petrv2_multitask",
+    "petrv2_r50",
+    "petrv2_seg",
+    "petrv2_tiny",
     "tiny",
 )
 
@@ -217,3 +222,29 @@ def test_tiny_expects_the_data_that_synth_makes() -> None:
     )
     assert data.classes == DataConfig().classes
     assert config_of("tiny").precision.dtype == "auto"
+
+
+@pytest.mark.parametrize(
+    ("name", "epochs", "size"),
+    [("petrv2", 24, (320, 800)), ("petrv2_multitask", 24, (320, 800)), ("petrv2_seg", 50, (928, 1600))],
+)
+def test_petrv2_follows_its_recipe(name: str, epochs: int, size: tuple[int, int]) -> None:
+    config = config_of(name)
+    data, model, optim, precision = config.data, config.model, config.optim, config.precision
+    assert (optim.lr, optim.weight_decay, optim.clip) == (2e-4, 0.01, 1.0)
+    assert (optim.schedule, optim.warmup, optim.min_ratio) == ("cosine", 500, 1e-3)
+    assert (config.train.epochs, optim.cosine_steps, config.train.batch, optim.base_batch) == (epochs, epochs, 1, 8)
+    assert optim.groups == (ParamGroupConfig("encoders.camera.backbone", lr=0.1),)
+    assert (precision.dtype, precision.loss_scale, precision.init_scale) == ("fp16", "dynamic", 65536.0)
+    assert (precision.growth_factor, precision.backoff_factor, precision.growth_interval) == (2.0, 0.5, 2000)
+    assert data.previous is not None
+    assert (data.previous.train, data.previous.eval) == ((3, 26), 14)
+    assert (data.cbgs, data.image.grid_mask, data.image.shared) == (False, 0.7, True)
+    assert model.camera is not None
+    assert (model.camera.image_size, model.camera.norm_eval, model.camera.normalize) == (size, True, "imagenet_bgr")
+    still = name == "petrv2_seg"
+    assert data.image.resize == ((1.0, 1.0) if still else (0.47, 0.625))
+    assert data.space.rotate == ((0.0, 0.0) if still else (-0.3925, 0.3925))
+    assert data.space.scale == ((1.0, 1.0) if still else (0.95, 1.05))
+    if model.map is not None:
+        assert (model.map.focal_alpha, model.map.class_weights) == (0.5, (2.0, 4.0, 8.0))
