@@ -37,7 +37,7 @@ def python_overlay(config: ForeignConfig, changes: Mapping[str, Any], work_dir: 
     """An mmcv or mmengine config over the project's, under the same name, with the changed values alone."""
     head = f"# Written by bevctl for the run in {work_dir}: what differs from the config below.\n"
     lines = [f"_base_ = [{str(config.path.absolute())!r}]"]
-    lines += [f"{key} = {_source(value)}" for key, value in _nested(changes).items()]
+    lines += [f"{key} = {_source(value)}" for key, value in _over(config.values, _nested(changes)).items()]
     return Overlay(work_dir / FOLDER / config.path.name, head + "\n".join(lines) + "\n")
 
 
@@ -67,6 +67,19 @@ def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
             holder = holder.setdefault(key, {})
         holder[name] = value
     return nested
+
+
+def _over(below: Mapping[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """The values, with `_delete_` in a mapping that lies over a null or a number: mmcv merges mappings into such not."""
+    result = {}
+    for key, value in values.items():
+        under = below.get(key)
+        if isinstance(value, dict) and key in below and not isinstance(under, Mapping):
+            value = {"_delete_": True, **value}
+        elif isinstance(value, dict) and isinstance(under, Mapping):
+            value = _over(under, value)
+        result[key] = value
+    return result
 
 
 def _source(value: Any, indent: int = 0) -> str:

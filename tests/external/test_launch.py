@@ -183,6 +183,18 @@ def test_a_plugin_without_a_folder_stays_where_its_config_is(tmp_path: Path) -> 
     assert "plugin_dir = 'projects/configs/petrv2/'" in launch.overlay.text
 
 
+def test_a_mapping_over_a_null_replaces_it(tmp_path: Path) -> None:
+    """mmcv refuses to merge a mapping into a null."""
+    config = trees.mmdet3d_0(tmp_path / "tree")
+    config.write_text(config.read_text() + "fp16 = None\noptimizer_config = dict(grad_clip=None)\n")
+    launch = trees.plan(tmp_path / "tree", config, precision="fp16", clip=2.5)
+    assert launch.overlay is not None
+    assert launch.overlay.text.splitlines()[2:] == [
+        "fp16 = dict(_delete_=True, loss_scale='dynamic')",
+        "optimizer_config = dict(grad_clip=dict(_delete_=True, max_norm=2.5))",
+    ]
+
+
 def test_config_and_tree_belong_together(tmp_path: Path) -> None:
     trees.mit(tmp_path / "tree")
     config = trees.petr(tmp_path / "other")
