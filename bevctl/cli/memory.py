@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bevctl.cli.options import ConfigCommand, ConfigRequest, config_option, config_options, json_option
-from bevctl.console import Console
+from bevctl.cli.options import (
+    ConfigCommand,
+    ConfigRequest,
+    config_option,
+    config_options,
+    engine_option,
+    json_option,
+)
+from bevctl.console import Console, table
 from bevctl.errors import BevctlError, ExitCode, did_you_mean
 from bevctl.sizes import format_gib, parse_size
 
@@ -39,6 +46,7 @@ class CardSize(click.ParamType):
 
 @click.command("memory", cls=ConfigCommand)
 @config_options
+@engine_option("bevctl", "mmdet3d")
 @config_option("--batch", key="train.batch", type=click.IntRange(1), metavar="N", help="Samples a GPU and step.")
 @click.option("--measure", "measuring", is_flag=True, help="Train a few steps on this GPU, and compare.")
 @click.option("--gpus", type=click.IntRange(1), default=1, metavar="N", help="GPUs of the run; default: 1.")
@@ -76,7 +84,8 @@ def command(
 ) -> int:
     """Predict the GPU memory of training CONFIG by part, and of plans: precision, batch, recomputing.
 
-    Needs no GPU. Sizes of point clouds are from the config's data set, or from streets made in memory without one.
+    Needs no GPU; a model of mmdet3d is measured on one instead. Sizes of point clouds are from the config's data set,
+    or from streets made in memory without one.
     Plans have times where one is known: from --measure, --step-time or --times, scaled to the other plans.
     """
     if write is not None and fit is None and plan is None:
@@ -86,6 +95,8 @@ def command(
     if step_time is not None and times is not None:
         raise BevctlError("--step-time and --times contradict each other.", "Give one of them.")
     config = request.load().config
+    if config.model.mmdet3d is not None:
+        return _measure_mmdet3d(console, config)
 
     from bevctl.engine.dist import select_device
     from bevctl.measure.memory import BASIS
@@ -104,6 +115,39 @@ def command(
     chosen = _named(report, plan) if plan is not None else report.chosen
     console.document("memory", report.document() | {"chosen": chosen.document() if chosen is not None else None})
     return ExitCode.OK if fit is None and plan is None else _choose(console, report, chosen, write)
+
+
+def _measure_mmdet3d(console: Console, config: Config) -> int:
+    """The memory of a model whose operations only its own project knows: of real steps, by part."""
+    from bevctl.engine.dist import select_device
+    from bevctl.engine.precision import resolve_precision
+    from bevctl.measure.bench_inputs import make_inputs
+    from bevctl.measure.memory_report import measure_alone
+    from bevctl.measure.parameters import count_parameters
+
+    device = select_device(config.device)
+    if device.type != "cuda":
+        raise BevctlError(
+            "The memory of a model of mmdet3d is not predicted, and there is no GPU to measure it on.",
+            "Run this on a GPU.",
+            ExitCode.UNKNOWN,
+        )
+    counts = count_parameters(config)
+    precision = resolve_precision(config.precision.dtype, device).name
+    measured = measure_alone(config, precision, make_inputs(config, 2, pin=True).batches, device, console.info)
+    peak = {name: getattr(measured, name) for name in ("allocated", "reserved", "device")}
+    rows = [*measured.components.items(), *peak.items()]
+    title = f"GPU memory at the peak, {precision.upper()}, batch {config.train.batch}, measured"
+    console.result(table(["what", "memory"], [(name, format_gib(size)) for name, size in rows], title=title))
+    body = {
+        "source": "measured",
+        "parameters": dataclasses.asdict(counts),
+        "components": [{"name": name, "bytes": size} for name, size in measured.components.items()],
+        "peak": {f"{name}_bytes": size for name, size in peak.items()},
+        "plans": [],
+    }
+    console.document("memory", body)
+    return ExitCode.OK
 
 
 def _times(console: Console, config: Config, seconds: float | None, source: Path | None) -> StepTimes:

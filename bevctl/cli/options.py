@@ -82,9 +82,8 @@ class ConfigRequest:
             self.source, sets=self.sets, options=chosen, environment=environment, fallback=fallback, read=self._reader()
         )
         self._check_engine(loaded)
-        if os.environ.get("RANK", "0") == "0":
-            for note in loaded.notes:
-                self.console.info(note)
+        for note in loaded.notes if _is_first_process() else ():
+            self.console.info(note)
         return loaded
 
     def _reader(self) -> Read:
@@ -114,6 +113,15 @@ class ConfigRequest:
                 f"This run's model is mmdet3d's, from {foreign.config}, whose code runs then.",
                 "If you trust it, add --engine mmdet3d.",
             )
+
+
+def _is_first_process() -> bool:
+    """Whether this process speaks for the others of a run."""
+    if "RANK" not in os.environ:
+        return True
+    from bevctl.preflight.start import is_first_process
+
+    return is_first_process()
 
 
 def config_options(function: Handler) -> Handler:

@@ -95,7 +95,15 @@ def read_mmdet3d(path: Path) -> tuple[list[Layer], list[str]]:
     Raises:
         BevctlError: as `run_config`.
     """
-    found = translate(run_config(str(path.resolve())).to_dict())
+    config = run_config(str(path.resolve()))
+    try:
+        found = translate(config.to_dict())
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+        reason = f"{type(error).__name__}: {error!s:.200}"
+        raise BevctlError(
+            f"{path}: optimizer, schedule or loaders are not as mmengine has them: {reason}.",
+            "Compare them with a config that mmdet3d's tools/train.py takes.",
+        ) from error
     parts = dict.fromkeys(("camera", "lidar", "object", "map"))
     model = {"type": "mmdet3d", **parts, "mmdet3d": {"config": str(path.resolve())}}
     values = nested(found.values)

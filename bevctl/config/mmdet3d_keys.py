@@ -43,12 +43,14 @@ class Translation:
 
     def sentences(self, where: str) -> list[str]:
         """What a user should read about it, once."""
-        taken = ", ".join(f"{ours} = {_shown(value)} ({self.sources[ours]})" for ours, value in self.values.items())
-        told = [f"{where}: model and data set as they are there; taken over: {taken}."]
+        taken = [f"  {ours} = {_shown(value)} ({self.sources[ours]})" for ours, value in self.values.items()]
+        told = [f"{where}: model and data set as they are there; taken over:", *taken]
         return [*told, f"{where}: not taken over: {'; '.join(self.left)}."] if self.left else told
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

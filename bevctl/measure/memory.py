@@ -82,6 +82,12 @@ def predict(config: Config, precision: str, sizes: Sequence[SampleSize]) -> Need
 
 
 def _trace(config: Config, precision: str, sizes: Sequence[SampleSize]) -> StepMemory:
+    if config.model.mmdet3d is not None:
+        raise BevctlError(
+            "The memory of a model of mmdet3d is not predicted: its operations are its own.",
+            "`bevctl memory CONFIG --engine mmdet3d` on a GPU measures it.",
+            ExitCode.UNKNOWN,
+        )
     try:
         return trace_step(config, precision, sizes)
     except ModuleNotFoundError as error:

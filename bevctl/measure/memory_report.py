@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bevctl.batch import AnyBatch
 from bevctl.config.schema import Config
 from bevctl.engine.precision import resolve_precision
 from bevctl.errors import BevctlError, ExitCode
@@ -130,16 +131,27 @@ def measure(config: Config, device: torch.device, tell: Tell) -> Comparison:
         raise BevctlError("No GPU to measure on.", "Leave --measure out: memory is predicted then.", ExitCode.UNKNOWN)
     precision = resolve_precision(config.precision.dtype, device).name
     batches = make_inputs(config, _BATCHES, pin=True).batches
+    measured = measure_alone(config, precision, batches, device, tell)
+    needs = [predict(config, precision, batch_sizes(config, batch)) for batch in batches]
+    return Comparison(measured, max(needs, key=lambda need: need.allocated))
+
+
+def measure_alone(
+    config: Config, precision: str, batches: Sequence[AnyBatch], device: torch.device, tell: Tell
+) -> Measured:
+    """Trains a few steps of the config's own setting.
+
+    Raises:
+        BevctlError: the GPU's memory ran out (exit code 4).
+    """
     tell(f"Training {_STEPS} steps in {precision.upper()} after a warm-up")
     try:
-        measured = measure_memory(config, precision, batches, device, _STEPS, tell)
+        return measure_memory(config, precision, batches, device, _STEPS, tell)
     except torch.cuda.OutOfMemoryError as error:
         told = str(error).split(". ")[0]
         raise BevctlError(
             f"The GPU's memory ran out: {told}.", "Lower --batch, or use --fit.", ExitCode.RUN_FAILED
         ) from error
-    needs = [predict(config, precision, batch_sizes(config, batch)) for batch in batches]
-    return Comparison(measured, max(needs, key=lambda need: need.allocated))
 
 
 def own_setting(config: Config, precision: str) -> StepSetting:

@@ -23,12 +23,16 @@ class NotKnown(Exception):
 
 
 def parameters(context: Context) -> int:
-    """Trainable parameters of the config's model. Raises NotKnown without a config."""
+    """Trainable parameters of the config's model. Raises NotKnown without a config, or where it cannot be built."""
     if context.config is None:
         raise NotKnown("no config of ours to count the parameters of")
+    from bevctl.errors import BevctlError
     from bevctl.measure.parameters import count_parameters
 
-    return count_parameters(context.config).trainable
+    try:
+        return count_parameters(context.config).trainable
+    except BevctlError as error:
+        raise NotKnown(error.message) from error
 
 
 def gpu_state_bytes(context: Context) -> int:

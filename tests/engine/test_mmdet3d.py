@@ -227,6 +227,26 @@ def test_frozen_modules_stay_in_evaluation_mode() -> None:
     assert not next(model.get_submodule("norm").parameters()).requires_grad
 
 
+def test_memory_is_measured_and_never_predicted(invoke: Invoke) -> None:
+    outcome = invoke("memory", CONFIG, "--engine", "mmdet3d", "--device", "cpu")
+    assert outcome.code == 3
+    assert "there is no GPU to measure it on" in outcome.err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_fp16_and_memory_on_a_gpu(invoke: Invoke) -> None:
+    where = ("--engine", "mmdet3d", "--device", "cuda")
+    trained = invoke("train", CONFIG, *where, "--fp16", "--no-preflight", "--work-dir", "run", "--max-iters", "20")
+    assert trained.code == 0, trained.err
+    assert "FP16 active" in trained.err
+    assert _losses("run")[-1]["loss"] < _losses("run")[0]["loss"]
+    measured = invoke("memory", CONFIG, *where, "--json")
+    assert measured.code == 0, measured.err
+    assert measured.document["source"] == "measured"
+    assert measured.document["peak"]["allocated_bytes"] > 0
+
+
 def test_bench_measures_it(invoke: Invoke) -> None:
     outcome = invoke(
         "bench", CONFIG, "--engine", "mmdet3d", "--device", "cpu", "--steps", "2", "--precision", "fp32", "--json"

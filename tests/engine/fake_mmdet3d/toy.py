@@ -41,10 +41,16 @@ class ToyNuScenesDataset:
 
 
 class Preprocessor(nn.Module):
-    """Stacks the points, and leaves its mark on them as careless pipelines do."""
+    """Stacks the points on the device, and leaves its mark on them as careless pipelines do."""
+
+    place: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("place", torch.zeros(()), persistent=False)
 
     def forward(self, data: dict[str, Any], training: bool) -> dict[str, Any]:
-        points = data["inputs"]["points"]
+        points = [cloud.to(self.place.device) for cloud in data["inputs"]["points"]]
         for cloud in points:
             cloud *= 0.5 if training else 1.0
         return {"inputs": {"points": torch.stack(points)}, "data_samples": data["data_samples"]}
