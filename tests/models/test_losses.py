@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, distributed
 
-from bevctl.models.losses import gaussian_focal_loss, sigmoid_focal_loss
+from bevctl.models.losses import gaussian_focal_loss, mean_over_ranks, sigmoid_focal_loss
 
 
 def logit(probability: float) -> float:
@@ -66,3 +67,18 @@ def test_gradient_of_the_focal_loss() -> None:
     with torch.no_grad():
         numeric = (sigmoid_focal_loss(logits + step, targets) - sigmoid_focal_loss(logits - step, targets)) / (2 * step)
     torch.testing.assert_close(logits.grad, numeric, rtol=1e-2, atol=1e-3)
+
+
+def test_a_count_alone_is_itself() -> None:
+    assert [mean_over_ranks(count, torch.device("cpu")) for count in (7, 1, 0)] == [7.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(("counts", "mean"), [((3, 8), 5.5), ((0, 4), 2.0), ((0, 0), 1.0), ((1, 0), 1.0)])
+def test_a_count_is_averaged_over_ranks(counts: tuple[int, int], mean: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def add_the_other(total: Tensor) -> None:
+        total += counts[1]
+
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: len(counts))
+    monkeypatch.setattr(distributed, "all_reduce", add_the_other)
+    assert float(mean_over_ranks(counts[0], torch.device("cpu"))) == mean

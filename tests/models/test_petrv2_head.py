@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bevctl.batch import Batch
 from bevctl.config.schema import ObjectHeadConfig, PetrConfig
+from bevctl.models import petrv2_loss
 from bevctl.models.petrv2_coder import decode, encode
 from bevctl.models.petrv2_head import PetrObjectHead, PetrOutputs
 from bevctl.models.petrv2_loss import detection_losses
@@ -124,6 +125,22 @@ def test_losses_are_those_of_plain_float64(counts: tuple[int, ...]) -> None:
     found = detection_losses(logits, codes, batch)
     for ours, expected in zip(found, reference_losses(logits, codes, batch), strict=True):
         torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_ranks_together_have_the_loss_of_one_with_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean over ranks, which is what their mean gradient belongs to, whatever each has to see."""
+    torch.manual_seed(0)
+    batch = batch_of((3, 1))
+    logits, codes = torch.randn(2, 2, 12, CLASSES), torch.randn(2, 2, 12, 10)
+    expected = torch.stack(detection_losses(logits, codes, batch))
+    monkeypatch.setattr(petrv2_loss, "mean_over_ranks", lambda *_: 2.0)
+    ranks = []
+    for rank in range(2):
+        own = dataclasses.replace(
+            batch, boxes=[batch.boxes[rank]], labels=[batch.labels[rank]], has_boxes=batch.has_boxes[rank : rank + 1]
+        )
+        ranks.append(torch.stack(detection_losses(logits[:, rank : rank + 1], codes[:, rank : rank + 1], own)))
+    torch.testing.assert_close(torch.stack(ranks).mean(0), expected)
 
 
 def test_more_objects_than_queries() -> None:
