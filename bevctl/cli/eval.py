@@ -76,6 +76,11 @@ def command(
     from bevctl.engine.workdir import find_checkpoint, resumed_config, work_dir_of
 
     config: Config = request.load(fallback=lambda: resumed_config(checkpoint, None)).config
+    if submission is not None and config.model.mmdet3d is not None:
+        raise BevctlError(
+            "--submission has to say which sensors a model reads, and of mmdet3d's models bevctl does not know it.",
+            "Write it with mmdet3d's tools/test.py, which takes the checkpoint.",
+        )
     if submission is not None and config.model.object is None:
         raise BevctlError("--submission needs a detection head, and model.object is null.", "Choose another CONFIG.")
     path = find_checkpoint(checkpoint, work_dir_of(config))

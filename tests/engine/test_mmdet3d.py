@@ -219,6 +219,12 @@ def test_weights_of_mmengine_are_taken_under_their_own_names(invoke: Invoke) -> 
     assert "iteration = 1 x 8 = 8" in outcome.err
 
 
+def test_a_submission_is_left_to_mmdet3d(invoke: Invoke) -> None:
+    outcome = invoke("eval", CONFIG, "--engine", "mmdet3d", "--checkpoint", "x.pth", "--submission", "s.json")
+    assert outcome.code == 2
+    assert "tools/test.py" in outcome.err
+
+
 def test_frozen_modules_stay_in_evaluation_mode() -> None:
     model = build_model(_config({"model.freeze": ["norm"]})).train()
     assert isinstance(model, Detector)
