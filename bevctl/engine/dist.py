@@ -49,6 +49,8 @@ def world_from_environment(environ: Mapping[str, str] = os.environ) -> World:
         )
     return World(*(int(found[name]) for name in names))
 
+_ALLOCATOR_VARIABLES = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
+
 
 def select_device(requested: str, world: World = World()) -> torch.device:
     """The device of this rank for `auto`, `cpu` or `cuda`.
@@ -66,8 +68,18 @@ def select_device(requested: str, world: World = World()) -> torch.device:
             f"{count} usable GPU(s) here, but this run needs {world.local_rank + 1} on this machine.",
             "Lower --gpus, check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device cpu.",
         )
+    _let_segments_grow()
     torch.cuda.set_device(world.local_rank)
     return torch.device("cuda", world.local_rank)
+
+
+def _let_segments_grow() -> None:
+    """The allocator's segments grow where they are instead of leaving gaps, unless the environment says how it works.
+
+    Read when CUDA starts; a recorded part has a pool of its own, so that the gaps would be many.
+    """
+    if not _ALLOCATOR_VARIABLES & os.environ.keys():
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from torch import Tensor, distributed
 
 from bevctl.batch import AnyBatch
 from bevctl.engine.dist import World
+from bevctl.engine.graph_memory import graph_bytes
 from bevctl.engine.resume import RandomCapture
 from bevctl.engine.step import StepTensors
 from bevctl.runs.records import StepRecord
@@ -110,6 +111,8 @@ class Recorder:
         self._mark = time.perf_counter()
         self._measured_s = 0.0
         self._measured = 0
+        self._recorded = 0
+        """Bytes of recorded parts that the allocator does not count."""
 
     def resume_clock(self) -> None:
         """Leaves what happened since the last step (evaluation, checkpoint) out of the next iteration's time."""
@@ -193,7 +196,13 @@ class Recorder:
         )
 
     def _memory(self) -> float | None:
-        return torch.cuda.max_memory_allocated(self._device) / _GIB if self._device.type == "cuda" else None
+        """The most that was allocated so far, recorded parts included."""
+        if self._device.type != "cuda":
+            return None
+        # Parts are recorded in the first steps: it is enough to look after the 1st, 2nd, 4th, 8th, ...
+        if self._measured & (self._measured - 1) == 0:
+            self._recorded = graph_bytes(self._device)
+        return (torch.cuda.max_memory_allocated(self._device) + self._recorded) / _GIB
 
     def _eta(self, pending: _Pending) -> float:
         self._measured_s += pending.iter_time_s

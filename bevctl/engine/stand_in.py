@@ -16,8 +16,9 @@ from bevctl.errors import BevctlError
 
 Report = Callable[[str], None]
 """Takes a sentence for whoever watches the run."""
-_TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 8e-2, torch.float32: 2e-3}
-"""Largest relative error (L2) of outputs and gradients: what fuses differently also rounds differently."""
+_TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 8e-2, torch.float32: 5e-3}
+"""Largest relative error (L2) of outputs and gradients: what fuses differently also rounds differently, and float32
+products may use TF32."""
 
 
 class StandIn(ABC):

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import bevctl
 from bevctl.batch import AnyBatch
 from bevctl.config.schema import Config
+from bevctl.engine.graph_memory import graph_bytes
 from bevctl.engine.precision import MatmulCounter
 from bevctl.engine.run import algorithms
 from bevctl.engine.step import TrainStep
@@ -29,7 +30,6 @@ from bevctl.measure.part_clock import PartClock, now, seconds_between
 from bevctl.measure.timing import (
     build_step,
     float32_products,
-    graph_bytes,
     kernel_times,
     loss_of,
     step_seconds,

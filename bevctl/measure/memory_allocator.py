@@ -1,6 +1,7 @@
-"""What torch's CUDA allocator reserves for a sequence of tensors: whole segments, cut into blocks and joined again.
+"""What torch's CUDA allocator reserves for a sequence of tensors: growing segments, cut into blocks and joined again.
 
-The rules are those of the default settings (c10/cuda/CUDACachingAllocator.cpp of PyTorch).
+The rules are those of `expandable_segments:True` (c10/cuda/CUDACachingAllocator.cpp of PyTorch): a class of sizes has
+one segment, which grows by whole pages at its end.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ BLOCK = 512
 """Bytes that a tensor is rounded up to a multiple of."""
 _SMALL = 2**20
 """Largest block of the small class."""
-_SMALL_SEGMENT, _MIDDLE_SEGMENT, _ROUND = 2 * 2**20, 20 * 2**20, 2 * 2**20
-_MIDDLE = 10 * 2**20
-"""Blocks below it share segments."""
+_PAGE = {True: 2 * 2**20, False: 20 * 2**20}
+"""Bytes that a segment of small blocks, and one of others, grows by."""
 
 
 def rounded(size: int) -> int:
@@ -49,14 +49,14 @@ class Allocator:
         self.allocated = self.reserved = 0
         self._numbers = itertools.count()
         self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
+        self._last: dict[bool, Block] = {}
+        """Where each segment ends."""
 
     def take(self, size: int) -> Block:
-        """A block of at least `size` bytes, the smallest free one that is large enough."""
+        """A block of at least `size` bytes: the smallest free one that is large enough, that at the end last."""
         size = rounded(size)
         small = size <= _SMALL
-        free = self._free[small]
-        place = bisect.bisect_left(free, (size, -1))
-        block = free.pop(place)[2] if place < len(free) else self._segment(size, small)
+        block = self._inside(size, small) or self._grown(size, small)
         self._split(block, size)
         block.free = False
         self.allocated += block.size
@@ -71,19 +71,40 @@ class Allocator:
                 block = self._join(block, other)
         self._list(block)
 
-    def _segment(self, size: int, small: bool) -> Block:
-        shared = _SMALL_SEGMENT if small else _MIDDLE_SEGMENT
-        size = shared if size < _MIDDLE else -(-size // _ROUND) * _ROUND
-        self.reserved += size
-        return Block(size, next(self._numbers), small)
+    def _inside(self, size: int, small: bool) -> Block | None:
+        free = self._free[small]
+        for _, _, block in free[bisect.bisect_left(free, (size, -1)) :]:
+            if block is not self._last[small]:
+                self._unlist(block)
+                return block
+        return None
+
+    def _grown(self, size: int, small: bool) -> Block:
+        """The free end of a segment, grown until it has room."""
+        last = self._last.get(small)
+        end = last if last is not None and last.free else None
+        if end is not None:
+            self._unlist(end)
+        missing = size - (0 if end is None else end.size)
+        more = max(0, -(-missing // _PAGE[small])) * _PAGE[small]
+        self.reserved += more
+        if end is not None:
+            end.size += more
+            return end
+        block = self._last[small] = Block(more, next(self._numbers), small, before=last)
+        if last is not None:
+            last.after = block
+        return block
 
     def _split(self, block: Block, size: int) -> None:
         left = block.size - size
-        if left < BLOCK or (not block.small and left <= _SMALL):
+        if left < BLOCK:
             return
         rest = Block(left, next(self._numbers), block.small, before=block, after=block.after)
         if block.after is not None:
             block.after.before = rest
+        else:
+            self._last[block.small] = rest
         block.after, block.size = rest, size
         self._list(rest)
 
@@ -93,6 +114,8 @@ class Allocator:
         first.after = second.after
         if second.after is not None:
             second.after.before = first
+        else:
+            self._last[first.small] = first
         return first
 
     def _list(self, block: Block) -> None:

@@ -13,13 +13,14 @@ from torch import Tensor
 from bevctl.batch import AnyBatch
 from bevctl.config.schema import Config
 from bevctl.engine.cuda_graphs import recordings
+from bevctl.engine.graph_memory import graph_pools
 from bevctl.engine.run import algorithms
 from bevctl.engine.stand_in import Report
 from bevctl.engine.step import TrainStep
 from bevctl.measure.memory_allocator import tensor_bytes
 from bevctl.measure.memory_places import INPUTS, part_of, watch
 from bevctl.measure.memory_timeline import Timeline
-from bevctl.measure.timing import build_step, graph_pools, step_seconds
+from bevctl.measure.timing import build_step, step_seconds
 
 CONTEXT = "CUDA context"
 _EVENTS = 1_000_000

@@ -26,7 +26,7 @@ def without_camera(**changes: object) -> Config:
     return nano_config(**{"model.camera": None, **changes})
 
 
-def test_small_tensors_share_a_segment_and_large_ones_have_their_own() -> None:
+def test_small_and_large_tensors_have_a_segment_each_that_grows_by_pages() -> None:
     allocator = Allocator()
     allocator.take(1)
     assert (allocator.allocated, allocator.reserved) == (512, 2 * MIB)
@@ -34,8 +34,18 @@ def test_small_tensors_share_a_segment_and_large_ones_have_their_own() -> None:
     assert allocator.reserved == 2 * MIB
     allocator.take(3 * MIB)
     assert allocator.reserved == 22 * MIB
-    allocator.take(18 * MIB - 1)
-    assert allocator.reserved == 40 * MIB
+    allocator.take(18 * MIB - 1)  # 17 are left at the end
+    assert allocator.reserved == 42 * MIB
+
+
+def test_a_hole_is_filled_before_the_end_is_used() -> None:
+    allocator = Allocator()
+    first, _, _ = (allocator.take(size * MIB) for size in (12, 2, 3))
+    allocator.give(first)
+    allocator.take(3 * MIB)
+    assert allocator.reserved == 20 * MIB
+    allocator.take(9 * MIB)
+    assert (allocator.allocated, allocator.reserved) == (17 * MIB, 20 * MIB), "both went into the hole"
 
 
 def test_a_freed_block_is_used_again_and_joined_with_its_neighbours() -> None:
