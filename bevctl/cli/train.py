@@ -145,22 +145,14 @@ def command(
     its interpreter. It is told precision, batch, workers, rate and checkpoint in its own way; --dry-run shows how.
     """
     if request.engine == "external":
-        asked = Asked(
-            lr=lr,
-            lr_scaling=lr_scaling,
-            epochs=epochs,
-            resume=resume,
-            gpus=gpus,
-            no_preflight=no_preflight,
-            dry_run=dry_run,
-            refused={
-                "--max-iters": max_iters is not None,
-                "--grad-checkpoint": grad_checkpoint,
-                "--min-loaded": min_loaded is not None,
-                "--nnodes": nnodes > 1,
-                "--rdzv-endpoint": rdzv_endpoint is not None,
-            },
-        )
+        refused = {
+            "--max-iters": max_iters is not None,
+            "--grad-checkpoint": grad_checkpoint,
+            "--min-loaded": min_loaded is not None,
+            "--nnodes": nnodes > 1,
+            "--rdzv-endpoint": rdzv_endpoint is not None,
+        }
+        asked = Asked(lr, lr_scaling, epochs, resume, gpus, no_preflight, dry_run, refused)
         return train_external(console, request, asked, functools.partial(_detach, console) if detach else None)
     refuse_external_options()
     from bevctl.config.load import Given

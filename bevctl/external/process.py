@@ -29,7 +29,10 @@ _BREAK = re.compile(rb"\r\n|\n|\r")
 
 
 class StopSignals:
-    """Context manager that counts SIGTERM, SIGINT and SIGHUP instead of dying of them."""
+    """Context manager that counts SIGTERM, SIGINT and SIGHUP instead of dying of them.
+
+    SIGHUP stays ignored where it is, as under nohup.
+    """
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
@@ -38,7 +41,8 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            wanted = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+            stays = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            wanted = (signal.SIGTERM, signal.SIGINT, *(() if stays else (signal.SIGHUP,)))
             self._previous = {number: signal.signal(number, self._note) for number in wanted}
         return self
 

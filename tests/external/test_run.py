@@ -23,7 +23,7 @@ from bevctl.errors import BevctlError, ExitCode
 from bevctl.external import follow
 from bevctl.external.checkpoints import checkpoints
 from bevctl.external.interpreter import RUN_MARK
-from bevctl.external.process import left_behind
+from bevctl.external.process import StopSignals, left_behind
 from bevctl.external.run import OUTPUT, ExternalRun, Policy, Result
 from bevctl.monitor.state import state_of
 from bevctl.monitor.watch import Question, Watch
@@ -224,6 +224,20 @@ def test_a_stubborn_group_is_killed_after_its_grace(tmp_path: Path) -> None:
     assert result.code == ExitCode.TERMINATED
     assert time.monotonic() - started < 20
     assert left_behind(str(tmp_path / "run")) == []
+
+
+def test_hangups_stay_ignored_under_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.first is None
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with StopSignals() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.first is signal.SIGHUP
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_program_that_cannot_be_started(tmp_path: Path) -> None:
