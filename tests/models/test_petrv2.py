@@ -206,6 +206,23 @@ def test_padding_is_not_looked_at() -> None:
     assert not torch.allclose(total(model(padded)), total(model(batch)))
 
 
+@pytest.mark.parametrize("half", [False, True])
+def test_a_camera_that_is_missing_breaks_nothing(half: bool) -> None:
+    """Its image is black, and it stands far below everything."""
+    model, batch = nano(**STILL), nano_petrv2_batch(nano_petrv2_config())
+    assert batch.images is not None
+    c = batch.calibration
+    far, images = c.camera2lidar.clone(), batch.images.clone()
+    far[:, 1], images[:, 1] = torch.diag(torch.tensor([1.0, -1.0, -1.0, 1.0])), 0
+    far[:, 1, 2, 3] = -1e4
+    missing = dataclasses.replace(batch, images=images, calibration=dataclasses.replace(c, camera2lidar=far))
+    with torch.autocast("cpu", torch.float16, enabled=half):
+        loss = total(model(missing))
+    loss.backward()
+    assert loss.isfinite()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
 def test_an_empty_batch_gives_nothing_and_missing_images_are_named() -> None:
     model, batch = nano(), nano_petrv2_batch(nano_petrv2_config())
     empty = dataclasses.replace(batch, boxes=[], labels=[])
