@@ -70,7 +70,7 @@ def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _over(below: Mapping[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """The values, with `_delete_` in a mapping that lies over a null or a number: mmcv merges mappings into such not."""
+    """The values, with `_delete_` in a mapping over a null or a number, into which mmcv merges none."""
     result = {}
     for key, value in values.items():
         under = below.get(key)
