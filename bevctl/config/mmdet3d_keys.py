@@ -18,6 +18,7 @@ OWN = {
     "log_processor": "bevctl writes its own logs",
     "env_cfg": "processes and NCCL are set up by bevctl",
     "resume": "use --resume auto",
+    "find_unused_parameters": "several GPUs find them in the first step, see train.static_graph",
 }
 """Keys of an mmengine config that mean nothing here, and why."""
 _DTYPES = {"float16": "fp16", "bfloat16": "bf16"}

@@ -41,7 +41,8 @@ class Mmdet3dSamples:
 
     Python's, NumPy's and torch's generators are seeded by (seed, epoch, i) while a pipeline runs, and put back
     afterwards: augmentation does not depend on workers, ranks or a stop in between. `data.root` and the info files are
-    ours, so that they can be set. Unreadable files are treated as in `bevctl.data.nuscenes.NuScenesDataset`.
+    ours, so that they can be set. Unreadable files and `data.skip_samples` are treated as in
+    `bevctl.data.nuscenes.NuScenesDataset`.
 
     Raises:
         BevctlError: mmdet3d is not installed, or cannot build the data set.
@@ -85,7 +86,7 @@ class Mmdet3dSamples:
         problems: list[str] = []
         with _seeded(self.config.seed, epoch, position):
             for _ in range(ATTEMPTS if self._train else 1):
-                token = self._token(position)
+                position, token = self._admitted(position)
                 try:
                     return Loaded(self._set[position], token, tuple(problems))
                 except _UNREADABLE as error:
@@ -98,6 +99,16 @@ class Mmdet3dSamples:
         read = [item for item in items if item.content is not None]
         content = self._collate([item.content for item in read]) if read else None
         return ForeignBatch(content, [i.token for i in read], [problem for i in items for problem in i.problems])
+
+    def _admitted(self, position: int) -> tuple[int, str]:
+        """The position, or in training the next whose sample is not to be skipped; and the sample's token."""
+        skipped = self.config.data.skip_samples if self._train else ()
+        for _ in range(len(self)):
+            token = self._token(position)
+            if token not in skipped:
+                return position, token
+            position = (position + 1) % len(self)
+        raise BevctlError("data.skip_samples leaves no sample to train on.", "Take some tokens out of it.")
 
     def _token(self, position: int) -> str:
         info = self._set.get_data_info(position)

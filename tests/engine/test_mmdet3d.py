@@ -186,7 +186,8 @@ def test_numbers_that_are_not_finite_are_skipped_kept_and_explained(invoke: Invo
     assert "say so: --engine mmdet3d" in refused.err
     replay = invoke("diagnose", "nan", "run", "--replay", "--engine", "mmdet3d", "--device", "cpu", "--json")
     assert replay.code == 1, replay.err
-    assert "sample-3" in json.dumps(replay.document)
+    cause, cured = replay.document["findings"][0], {"data.skip_samples": ["sample-3"]}
+    assert [remedy["verified"] for remedy in cause["fix"] if remedy["set"] == cured] == [True]
 
 
 def test_predictions_come_in_our_boxes_best_first() -> None:
