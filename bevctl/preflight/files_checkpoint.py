@@ -128,13 +128,18 @@ def finite(_: Context, report: CheckpointReport) -> Outcome:
 
 def fits_model(context: Context, report: CheckpointReport) -> Outcome:
     """FILE006: the entries are those of the config's model, in name and shape."""
-    if context.config is None:
+    if not _is_our_model(context):
         return skipped("the model of another project is not built here")
     try:
         loaded = _load(context, report)
     except BevctlError as error:
         return failed(error.message, error.hint)
     return _fit_outcome(loaded)
+
+
+def _is_our_model(context: Context) -> bool:
+    """Whether the run's model is of this package."""
+    return context.config is not None and context.config.model.mmdet3d is None
 
 
 def _load(context: Context, report: CheckpointReport) -> LoadReport:
@@ -162,7 +167,7 @@ def resumable(context: Context, report: CheckpointReport) -> Outcome:
 
     assert report.checkpoint is not None
     lost = lost_on_resume(report.checkpoint, half=_runs_in_fp16(context))
-    if context.config is not None and _optimizer_is_another(report.checkpoint):
+    if _is_our_model(context) and _optimizer_is_another(report.checkpoint):
         lost["optimizer state of these weights"] = "the file's does not match its entries, AdamW starts anew"
     where = f"{report.layout}, epoch {report.checkpoint.epoch}, iteration {report.checkpoint.iteration}"
     if not lost:

@@ -96,6 +96,15 @@ def test_what_counts_of_the_config_is_said_once(invoke: Invoke) -> None:
     assert saved.model.mmdet3d.config == str(CONFIG)
 
 
+def test_preflight_judges_such_a_run_without_its_code(invoke: Invoke) -> None:
+    assert invoke("train", CONFIG, *ENGINE, "--work-dir", "run", "--max-iters", "2").code == 0
+    gate._allowed.clear()
+    outcome = invoke("preflight", "run/config.yaml", "--resume", "run/latest", "--device", "cpu", "--json")
+    checks = {check["id"]: check for check in outcome.document["checks"]}
+    assert checks["FILE006"]["status"] == "skip"
+    assert {checks[name]["status"] for name in ("FILE003", "FILE004", "FILE005", "FILE007")} == {"pass"}
+
+
 def test_without_being_asked_nothing_of_the_config_is_run(invoke: Invoke, tmp_path: Path) -> None:
     trap = write_config(tmp_path / "trap.py", "open('executed', 'w').close()\n")
     refused = invoke("train", trap)
