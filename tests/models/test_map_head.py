@@ -77,6 +77,16 @@ def test_probabilities_and_weight() -> None:
     assert torch.equal(head.predict(logits), logits.sigmoid())
 
 
+def test_weights_of_classes_and_of_their_pixels() -> None:
+    logits = torch.randn(1, 2, 12, 20)
+    truth = batch_with(torch.ones(1, 2, 12, 20), [True])
+    plain = MapHead(CONFIG, 4, ("road", "kerb"), GRID).loss(logits, truth)
+    weighted = dataclasses.replace(CONFIG, class_weights=(2.0, 0.5), focal_alpha=0.25)
+    losses = MapHead(weighted, 4, ("road", "kerb"), GRID).loss(logits, truth)
+    for name, factor in (("road", 0.5), ("kerb", 0.125)):
+        torch.testing.assert_close(losses[f"loss/map/{name}/focal"], factor * plain[f"loss/map/{name}/focal"])
+
+
 def test_has_the_published_number_of_parameters() -> None:
     with torch.device("meta"):
         head = MapHead(MapHeadConfig(), 512, tuple("abcdef"), BevGrid((-54.0, -54.0), (0.6, 0.6), (180, 180)))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from bevctl.ops.resample import linear_weights, resample, resize
+from bevctl.ops.resample import linear_weights, resample, resize, resize_samples
 
 
 def test_weights_by_hand() -> None:
@@ -19,6 +19,13 @@ def test_resize_equals_torchs(height: int, width: int, new_height: int, new_widt
     x = torch.randn(2, 3, height, width, dtype=torch.float64)
     expected = F.interpolate(x, size=(new_height, new_width), mode="bilinear", align_corners=False)
     torch.testing.assert_close(resize(x, (new_height, new_width)), expected, rtol=1e-9, atol=1e-9)
+
+
+@given(st.integers(1, 6), st.integers(1, 7), st.integers(1, 12), st.integers(1, 13))
+def test_resizing_between_outer_samples_equals_torchs(height: int, width: int, new_height: int, new_width: int) -> None:
+    x = torch.randn(2, 3, height, width, dtype=torch.float64)
+    expected = F.interpolate(x, (new_height, new_width), mode="bilinear", align_corners=True)
+    torch.testing.assert_close(resize_samples(x, (new_height, new_width)), expected)
 
 
 def test_resample_equals_grid_sample_with_zeros_beyond() -> None:
