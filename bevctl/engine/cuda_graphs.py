@@ -7,6 +7,7 @@ asked for once. It works on tensors at fixed addresses, which stay allocated fro
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -185,8 +186,14 @@ class _Replay(torch.autograd.Function):
         return None, *recording.replay_backward(wanted)
 
 
+@functools.lru_cache(maxsize=16)
+def _warm_up_stream(device: int) -> torch.cuda.Stream:
+    """The same for all recordings: cuBLAS keeps a workspace for each thread and stream that it ever ran on."""
+    return torch.cuda.Stream(device)
+
+
 def _warm_up(forward: Callable[..., Any], arguments: Sequence[Any], leaves: Sequence[Tensor]) -> None:
-    stream = torch.cuda.Stream()
+    stream = _warm_up_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for guard in (contextlib.nullcontext(), _without_waiting()):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bevctl.config.schema import Config
-from bevctl.measure.memory import WORKSPACE_SHARE, Predictor, need_of
+from bevctl.measure.memory import CUBLAS_WORKSPACE, WORKSPACE_SHARE, Predictor, need_of
 from bevctl.measure.memory_allocator import Allocator
 from bevctl.measure.memory_inputs import active_sites
 from bevctl.measure.memory_places import GRADIENTS
@@ -111,7 +111,10 @@ def test_a_need_is_the_sum_of_its_components() -> None:
     step = StepMemory(parameters=100, learning=80, buffers=10, by_part={"decoder": 1000}, pools=0, reserved=1500)
     need = need_of(without_camera(), step)
     assert need.components["optimizer"] == 160
-    assert need.allocated == 100 + 160 + 10 + 1000 + round(WORKSPACE_SHARE * 1000)
+    assert need.components["workspace"] == round(WORKSPACE_SHARE * 1000) + 2 * CUBLAS_WORKSPACE
+    assert need.allocated == 100 + 160 + 10 + 1000 + need.components["workspace"]
+    recorded = need_of(without_camera(), dataclasses.replace(step, pools=500))
+    assert recorded.allocated == need.allocated + 4 * CUBLAS_WORKSPACE
     assert need.reserved == need.allocated + 500
     assert need.device == need.reserved + need.components["CUDA context"]
 
