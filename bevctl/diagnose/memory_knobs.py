@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from bevctl.diagnose.memory_savings import Savings
 from bevctl.diagnose.report import Remedy, Table
 from bevctl.diagnose.subject import Subject
 
-HALF_SHARE = 16.1 / 21.1
-"""Peak memory of FP16 over FP32's: MEASURED at batch 4."""
-CHECKPOINTED_SHARE = 10.5 / 16.1
-"""Peak memory with the image backbone recomputed over that without: MEASURED at batch 4 in FP16."""
 MEASURED = (
     ("fp32", 1, 5.8, 6.8),
     ("fp32", 2, 11.0, 14.1),
@@ -42,26 +39,28 @@ class Need:
         return fixed + (self.gib - fixed) * batch / present
 
 
-def remedies(subject: Subject, need: Need) -> Iterator[Remedy]:
+def remedies(subject: Subject, need: Need, savings: Savings) -> Iterator[Remedy]:
     """The knobs that are left to turn, the cheapest in accuracy and time first."""
     setting = subject.setting
     if setting.precision in ("fp32", None):
         dtype = "bf16" if setting.gpu_names and setting.may_use_bf16 else "fp16"
-        yield subject.remedy(f"half precision{_saves(need, HALF_SHARE)}", precision__dtype=dtype)
+        yield subject.remedy(f"half precision{_saves(need, savings.half)}", precision__dtype=dtype)
     if setting.checkpointing is not True and _has_camera(subject):
-        saved = _saves(need, CHECKPOINTED_SHARE)
+        saved = _saves(need, savings.checkpointed)
         told = f"activations of the image backbone recomputed, for about a tenth of the time{saved}"
         yield subject.remedy(told, model__checkpointing=["camera"])
-    yield from _smaller_batch(subject, need)
+    yield from _smaller_batch(subject, need, savings)
 
 
-def _smaller_batch(subject: Subject, need: Need) -> Iterator[Remedy]:
+def _smaller_batch(subject: Subject, need: Need, savings: Savings) -> Iterator[Remedy]:
     setting, batch = subject.setting, subject.setting.batch
     if batch is None:
         yield Remedy({}, "fewer samples a GPU and step, added up to the old batch (accumulation)")
     elif batch > 1:
         half, after = batch // 2, need.at_batch(batch // 2, batch)
-        bound = "" if need.fixed_gib is not None else "at least "
+        if savings.half_batch is not None and need.gib is not None:
+            after = need.gib * savings.half_batch
+        bound = "" if need.fixed_gib is not None or savings.half_batch is not None else "at least "
         size = f": {bound}{after:.1f} GiB instead of {need.gib:.1f}" if after is not None else ""
         steps = setting.accumulate * round(batch / half)
         norm = "; BatchNorm then sees one sample at a time: freeze it, share it between GPUs or use GroupNorm"
@@ -81,7 +80,10 @@ def _saves(need: Need, share: float) -> str:
     return f", about {need.gib * (1 - share):.1f} of {need.gib:.1f} GiB" if need.gib is not None else ""
 
 
-def measured_table() -> Table:
-    """What a model of this kind was measured to need."""
+def comparison(savings: Savings) -> Table:
+    """What the run's own settings are predicted to need; else what a model of this kind was measured to need."""
+    if savings.predicted_gib:
+        title = "Predicted for this config, GiB in tensors (see bevctl memory)"
+        return Table("predicted", title, ("setting", "allocated"), list(savings.predicted_gib.items()))
     title = "For comparison: BEVFusion detection of mmdet3d 1.4, measured on an H200, GiB"
     return Table("measured", title, ("precision", "batch", "allocated", "reserved"), MEASURED)

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from bevctl.diagnose.memory_knobs import Need, measured_table, remedies
+from bevctl.diagnose.memory_knobs import Need, comparison, remedies
+from bevctl.diagnose.memory_savings import Savings, predicted_savings
 from bevctl.diagnose.report import DiagnoseFinding, DiagnoseRequest, Diagnosis, Remedy, Status, Table, status_of
 from bevctl.diagnose.shortage import Shortage, shortages
 from bevctl.diagnose.subject import Subject, from_alarm, read_subject
@@ -39,10 +40,11 @@ def diagnose(request: DiagnoseRequest) -> Diagnosis:
     subject = read_subject(request)
     found = shortages(subject.view.log.events) if subject.view is not None else []
     need = _need(subject, found, request)
-    findings = [*_of_gpu(subject, found, need), *_of_host(subject), *_growth(subject), *_silent_end(subject)]
+    savings = _savings(subject, request) if found else Savings()
+    findings = [*_of_gpu(subject, found, need, savings), *_of_host(subject), *_growth(subject), *_silent_end(subject)]
     findings = sorted(findings, key=lambda finding: (-finding.severity.rank, -finding.confidence))
     status, said = _status(subject, findings)
-    tables = [_figures(found[0]), measured_table()] if found else []
+    tables = [_figures(found[0]), comparison(savings)] if found else []
     return Diagnosis(status, findings, [*subject.looked_at, *said], [table for table in tables if table.rows])
 
 
@@ -62,14 +64,14 @@ def _status(subject: Subject, findings: Sequence[DiagnoseFinding]) -> tuple[Stat
     return Status.CLEAR, said
 
 
-def _of_gpu(subject: Subject, found: Sequence[Shortage], need: Need) -> Iterator[DiagnoseFinding]:
+def _of_gpu(subject: Subject, found: Sequence[Shortage], need: Need, savings: Savings) -> Iterator[DiagnoseFinding]:
     """What ran out of the GPU's memory, and why."""
     alarms = subject.alarms("MEM002")
     view = subject.view
     if not alarms or not found or view is None:
         return
     first = found[0]
-    knobs = tuple(remedies(subject, need))
+    knobs = tuple(remedies(subject, need, savings))
     told = [evidence for evidence in alarms[0].evidence if evidence.where != "memory"]  # MEM101 tells it better
     when = Evidence("when", _moment(view, first))
     yield DiagnoseFinding("MEM002", Severity.FAIL, 0.95, _title(first), (*told, when), alarms[0].cause, knobs)
@@ -206,6 +208,14 @@ def _need(subject: Subject, found: Sequence[Shortage], request: DiagnoseRequest)
     known = [float(peak.max())] if len(peak) else []
     known += [shortage.needed for shortage in found if shortage.needed is not None]
     return Need(max(known), _fixed_gib(subject, request) if found else None) if known else Need(None)
+
+
+def _savings(subject: Subject, request: DiagnoseRequest) -> Savings:
+    """Predicted for a run of bevctl."""
+    if subject.view is None or subject.view.config is None:
+        return Savings()
+    request.say("Predicting what each knob saves")
+    return predicted_savings(subject.view.config, subject.setting)
 
 
 def _fixed_gib(subject: Subject, request: DiagnoseRequest) -> float | None:

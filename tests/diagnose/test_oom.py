@@ -8,10 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from bevctl.config.load import to_dict
+from bevctl.diagnose import oom
+from bevctl.diagnose.memory_knobs import comparison
+from bevctl.diagnose.memory_savings import Savings, predicted_savings
 from bevctl.diagnose.report import Diagnosis, Remedy, Status
+from bevctl.diagnose.setting import Setting
 from bevctl.diagnose.shortage import Shortage
+from bevctl.measure import memory_inputs
+from bevctl.measure.memory_trace import SampleSize
 from bevctl.runs.records import EventRecord
 from tests.conftest import Outcome
+from tests.models.nano import nano_config
 from tests.runs.logs import write
 
 from .cases import CRASHING_FP16, ask, ask_log, evidence, found, header, mmcv_config, own_run, the, windows
@@ -38,6 +46,12 @@ def old(tried: float = 1.1, allocated: float = 14.2, reserved: float = 21.9, fra
 def _figures(answer: Diagnosis) -> dict[str, float]:
     """The first table: GiB by what they were."""
     return {row[0]: row[1] for row in answer.tables[0].rows}
+
+
+@pytest.fixture(autouse=True)
+def _no_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracing a model of full size takes half a minute; see `test_knobs_are_predicted_for_a_run_of_bevctl`."""
+    monkeypatch.setattr(oom, "predicted_savings", lambda *_: Savings())
 
 
 def test_fragmentation_in_the_old_wording(tmp_path: Path) -> None:
@@ -117,7 +131,9 @@ def test_two_batches_tell_what_one_sample_takes(tmp_path: Path) -> None:
     assert "About 4.0 GiB" in the(answer, "MEM106").title
 
 
-def test_a_run_of_bevctl_gets_settings(tmp_path: Path) -> None:
+def test_a_run_of_bevctl_gets_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    predicted = Savings(0.5, 0.25, 0.6, {"fp16, batch 4": 18.0})
+    monkeypatch.setattr(oom, "predicted_savings", lambda *_: predicted)
     run = own_run(tmp_path, {"loss": [2.0] * 60, "memory_gib": [18.0] * 60}, 60)
     end = {"kind": "end", "message": f"GPU memory ran out in iteration 61: {NEW}", "time": 1.79e9 + 99}
     write(run / "events.jsonl", [json.dumps({**end, "data": {"status": "failed"}})])
@@ -126,6 +142,10 @@ def test_a_run_of_bevctl_gets_settings(tmp_path: Path) -> None:
     settings = [remedy.set for remedy in the(answer, "MEM002").fix]
     assert {"train.batch": 2, "train.accumulate": 2} in settings
     assert {"model.checkpointing": ["camera"]} in settings
+    whys = " ".join(remedy.why for remedy in the(answer, "MEM002").fix)
+    assert "about 15.5 of 20.6 GiB" in whys  # three quarters of 20.10 GiB and 512 MiB more
+    assert "12.4 GiB instead of 20.6" in whys
+    assert answer.tables[1].name == "predicted"
     assert the(answer, "MEM106").title.startswith("About")
 
 
@@ -183,3 +203,18 @@ def test_the_command(invoke: Callable[..., Outcome], tmp_path: Path) -> None:
     assert (result.code, result.document["status"]) == (1, "found")
     assert result.document["memory"][0] == {"what": "asked for", "GiB": 1.1}
     assert invoke("diagnose", "oom", path).code == 1
+
+
+def test_knobs_are_predicted_for_a_run_of_bevctl(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = memory_inputs.sizes_of([SampleSize(points=2000, sites=(900, 1000, 500, 200, 150), boxes=3)], "made up")
+    monkeypatch.setattr(memory_inputs, "sample_sizes", lambda *_, **__: sizes)
+    config = nano_config(**{"model.camera": None, "train.cuda_graphs": False})
+    savings = predicted_savings(to_dict(config), Setting(own=True, precision="fp32", batch=8))
+    assert savings.half_batch is not None
+    assert 0.5 < savings.half < 1.0
+    assert 0.3 < savings.half_batch < 1.0
+    assert savings.checkpointed == 1.0, "there is no camera to recompute"
+    assert next(iter(savings.predicted_gib)) == "fp32, batch 8, as it was"
+    table = comparison(savings)
+    assert (table.name, len(table.rows)) == ("predicted", 4)
+    assert comparison(Savings()).name == "measured"
