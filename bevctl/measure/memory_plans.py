@@ -14,6 +14,7 @@ from bevctl.measure.memory import Need, Predictor
 from bevctl.measure.memory_chance import chance_of_running_out
 from bevctl.measure.memory_inputs import Sizes
 from bevctl.measure.memory_trace import SampleSize
+from bevctl.measure.parameters import has_norms_of_batches
 from bevctl.measure.step_times import StepSetting, StepTime, StepTimes
 
 MARGIN = 0.1
@@ -148,6 +149,7 @@ class Planner:
         self._config, self._sizes, self._times, self._job, self._card = config, sizes, times, job, card
         self._typical = Predictor(config, sizes.typical, job.gpus)
         self._large = self._typical if sizes.p99 == sizes.typical else Predictor(config, sizes.p99, job.gpus)
+        self._norms_of_batches = has_norms_of_batches(config)
 
     def plans(self) -> list[Plan]:
         """Every plan: half precision and FP32, with and without recomputing, by batch."""
@@ -181,9 +183,23 @@ class Planner:
             steps=max(1, batches // accumulate),
             epochs=train.epochs,
             job=self._job,
-            risk="; ".join(_risks(precision, batch, growth, checkpointing, chance)),
+            risk="; ".join(self._risks(precision, batch, growth, checkpointing, chance)),
             chance=chance,
         )
+
+    def _risks(
+        self, precision: str, batch: int, growth: float, checkpointing: tuple[str, ...], chance: float | None
+    ) -> Iterator[str]:
+        if chance is not None and chance >= _LIKELY:
+            yield f"runs out of memory in {chance:.1%} of epochs"
+        if precision == _HALF:
+            yield "loss scale can overflow"
+        if growth > 1:
+            yield f"step of {growth:g} times the samples: check accuracy"
+        if batch == 1 and self._norms_of_batches:
+            yield "norms see one sample"
+        if checkpointing:
+            yield "a second forward pass"
 
     def _chance(self, typical: Need, large: Need, batch: int, steps: int) -> float | None:
         """From what the samples' sizes add to a batch of typical ones."""
@@ -219,18 +235,3 @@ def _workers(config: Config, batch: int) -> int:
     """As many as keep no more samples ready than the config's own, but two where it has two."""
     workers = config.train.workers
     return min(workers, max(2, workers * config.train.batch // batch))
-
-
-def _risks(
-    precision: str, batch: int, growth: float, checkpointing: tuple[str, ...], chance: float | None
-) -> Iterator[str]:
-    if chance is not None and chance >= _LIKELY:
-        yield f"runs out of memory in {chance:.1%} of epochs"
-    if precision == _HALF:
-        yield "loss scale can overflow"
-    if growth > 1:
-        yield f"step of {growth:g} times the samples: check accuracy"
-    if batch == 1:
-        yield "norms see one sample"
-    if checkpointing:
-        yield "a second forward pass"

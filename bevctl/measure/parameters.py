@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from bevctl.config.schema import Config
@@ -29,6 +30,13 @@ def count_parameters(config: Config) -> ParameterCounts:
     with _NoRandomValues():
         by_part = trainable_parameters(build_model(without_weights(config)))
     return ParameterCounts(sum(by_part.values()), by_part)
+
+
+def has_norms_of_batches(config: Config) -> bool:
+    """Whether a BatchNorm of `config`'s model follows the batches in training."""
+    with _NoRandomValues():
+        modules = build_model(without_weights(config)).train().modules()
+    return any(isinstance(module, _BatchNorm) and module.training for module in modules)
 
 
 class _NoRandomValues(TorchFunctionMode):

@@ -9,7 +9,7 @@ from tests.monitor.runs import found, judge, make_log
 LAYERS = {
     "petr": ["loss_cls", "loss_bbox", *(f"d{i}.loss_{part}" for i in range(5) for part in ("cls", "bbox"))],
     "bevctl": [f"loss/object/layer_{i}_loss_{part}" for i in (-1, 0, 1, 2) for part in ("cls", "bbox")],
-    "map": [f"loss/map/{layer}vehicle/focal" for layer in ("", "layer_0/", "layer_1/")],
+    "map": [f"loss/map/layer_{i}/focal" for i in range(3)],
 }
 
 
