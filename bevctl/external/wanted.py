@@ -97,6 +97,8 @@ def _sizes(config: ForeignConfig, wanted: Wanted) -> Iterator[tuple[str, Any]]:
             raise BevctlError(
                 f"{option} has no place in a config of kind {config.kind}.", "Change its config with --set KEY=VALUE."
             )
+        if option == "--epochs" and any(config.get(key) is not None for key in _COUNTS_ITERATIONS):
+            raise BevctlError("--epochs: the config counts iterations, not epochs.", "Set its max_iters with --set.")
         if option == "--warmup" and config.get(places[0]) is None:
             raise BevctlError("--warmup: the config has no warm-up.", f"Set {places[0]} and its kind with --set.")
         yield from ((key, value) for key in to_set(config, places))
@@ -104,6 +106,7 @@ def _sizes(config: ForeignConfig, wanted: Wanted) -> Iterator[tuple[str, Any]]:
         yield "train_dataloader.persistent_workers", False
 
 
+_COUNTS_ITERATIONS = ("runner.max_iters", "train_cfg.max_iters")
 _SEEDS = {"torchpack": ("seed",), "mmcv": ("seed",), "mmengine": ("randomness.seed",)}
 _DETERMINISTIC = {
     "torchpack": ("deterministic",),

@@ -110,7 +110,7 @@ def _end_of_launched(log: RunLog, failure: EventRecord | None) -> str:
     """How the program of another project ended, in the words of its log or of bevctl, which started it."""
     launched: dict[str, Any] = log.header["launched"]
     if launched.get("status") == "preempted":
-        return "stopped by a signal, its last checkpoint is there"
+        return "stopped by a signal"
     ends = [segment.get("exit") for segment in launched["segments"] if isinstance(segment, dict)]
     return failure.message if failure else f"its program ended with exit code {ends[-1] if ends else 'unknown'}"
 

@@ -189,6 +189,9 @@ def test_a_first_signal_ends_the_group(slow: subprocess.Popen[str], tmp_path: Pa
     assert "Continue with --resume auto" in said
     assert left_behind(str(tmp_path / "run")) == []
     assert record(tmp_path)["status"] == "preempted"
+    report = Watch(tmp_path / "run", Question()).look()
+    state = state_of(report.log, report.progress, time.time())
+    assert (state.name, "stopped by a signal" in state.why) == ("ended", True)
 
 
 def test_a_second_signal_kills(stubborn: subprocess.Popen[str], tmp_path: Path) -> None:

@@ -179,6 +179,11 @@ def test_what_a_project_has_no_place_for(tmp_path: Path, kind: str, wanted: dict
         asked(tmp_path, kind, **wanted)
 
 
+def test_a_config_that_counts_iterations_has_no_epochs(tmp_path: Path) -> None:
+    with pytest.raises(BevctlError, match="counts iterations, not epochs"):
+        asked(tmp_path, "petr", "runner = dict(type='IterBasedRunner', max_iters=80000)\n", epochs=3)
+
+
 def test_overrides(tmp_path: Path) -> None:
     file = tmp_path / "more.yaml"
     file.write_text("model: {a: {b: 1}, c: [1, 2]}\nfp16: null\n")
