@@ -28,6 +28,7 @@ from bevctl.config.load import load
 from bevctl.config.rules import PARTS
 from bevctl.config.schema import Config
 from bevctl.data.loader import collate
+from bevctl.engine.dist import select_device
 from bevctl.measure.bench_inputs import street_item
 from bevctl.measure.memory import Need, predict
 from bevctl.measure.memory_inputs import batch_sizes, sizes_of
@@ -163,6 +164,7 @@ def gib(size: float) -> float:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     config = load(options.config).config
     config = dataclasses.replace(config, device="cuda")
+    select_device("cuda")  # and with it how the allocator works
     started = time.perf_counter()
     rows = [row for row in ROWS if options.only is None or row[0] == options.only]
     document: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": []}
