@@ -64,13 +64,10 @@ class Mmdet3dSamples:
         self._collate = _collate_function(loader.get("collate_fn"))
 
     @functools.cached_property
-    def info(self) -> InfoFile | None:
-        """The annotations of this split, where they are a nuScenes info file."""
+    def info(self) -> InfoFile:
+        """The annotations of this split. Raises BevctlError where they are no nuScenes info file."""
         data = self.config.data
-        try:
-            return read_info(Path(data.root) / (data.info_train if self._train else data.info_val))
-        except BevctlError:
-            return None
+        return read_info(Path(data.root) / (data.info_train if self._train else data.info_val))
 
     @property
     def checkpoint_meta(self) -> Mapping[str, Any]:

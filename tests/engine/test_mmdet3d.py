@@ -22,6 +22,7 @@ from bevctl.engine.checkpoint import read_checkpoint
 from bevctl.engine.incident import find_incidents, read_batches
 from bevctl.engine.resume import RandomCapture
 from bevctl.engine.step import total_loss
+from bevctl.errors import BevctlError
 from bevctl.foreign_batch import ForeignBatch
 from bevctl.models.build import build_model
 from bevctl.models.mmdet3d import Detector
@@ -170,7 +171,8 @@ def test_samples_do_not_depend_on_workers_or_on_what_was_drawn_before(invoke: In
 def test_root_and_info_files_can_be_set() -> None:
     samples = Mmdet3dSamples(_config({"data.root": "elsewhere"}), "val")
     assert samples._set.files == ("elsewhere", "toy_infos_val.pkl")
-    assert samples.info is None
+    with pytest.raises(BevctlError, match=r"Cannot read elsewhere/toy_infos_val\.pkl"):
+        _ = samples.info
 
 
 def test_an_unreadable_sample_is_replaced_and_told(invoke: Invoke, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from bevctl.engine.schedule import Schedule
 from bevctl.engine.step import total_loss
 from bevctl.foreign_batch import ForeignBatch
 from bevctl.models.build import build_model
-from bevctl.models.mmdet3d import Detector
+from bevctl.models.mmdet3d import Detector, _objects
 
 from ..conftest import Outcome
 from .conftest import CONFIG
@@ -120,6 +121,29 @@ def test_losses_are_those_that_mmdet3d_computes(config: Config) -> None:
 
     expected, _ = detector.parse_losses(detector(**detector.data_preprocessor(batch().content, True), mode="loss"))
     torch.testing.assert_close(total_loss(model(batch())), expected.float(), rtol=1e-6, atol=0)
+
+
+def test_boxes_of_mmdet3d_are_ours(config: Config) -> None:
+    """Its ground truth, read as predictions, is that of our own reader: centre, size, heading and velocity."""
+    samples = Mmdet3dSamples(config, "val")
+    seen = 0
+    for index, own in enumerate(samples.info.samples):
+        truth = samples._set.get_data_info(index)["eval_ann_info"]
+        boxes, labels = truth["gt_bboxes_3d"], torch.as_tensor(truth["gt_labels_3d"])
+        found = SimpleNamespace(bboxes_3d=boxes, scores_3d=torch.ones(len(labels)), labels_3d=labels)
+        rows, _, order = _objects(SimpleNamespace(pred_instances_3d=found))
+        assert own.boxes is not None
+        expected = torch.as_tensor(own.boxes, dtype=torch.float32)
+        for row, label in zip(rows, order, strict=True):
+            nearest = int((expected[:, :3] - row[:3]).norm(dim=1).argmin())
+            torch.testing.assert_close(row[:6], expected[nearest, :6], rtol=1e-4, atol=1e-4)
+            turned = (row[6] - expected[nearest, 6]) / (2 * torch.pi)
+            assert abs(float(turned - turned.round())) < 1e-4
+            torch.testing.assert_close(row[7:], expected[nearest, 7:].nan_to_num(), rtol=1e-4, atol=1e-4)
+            assert config.data.classes[int(label)] == own.names[nearest]
+            seen += 1
+    print(f"{seen} boxes are the same")
+    assert seen > 100
 
 
 @pytest.mark.parametrize(
