@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from bevctl.batch import Batch, Calibration, Predictions
+from bevctl.batch import Batch, Calibration
 from bevctl.errors import BevctlError, ExitCode
 from bevctl.models.bev_decoder import BevDecoder, ConvFuser, TaskDecoders
 from bevctl.models.image_backbone import ImageBackbone
@@ -21,7 +20,7 @@ from bevctl.models.layers import recompute
 from bevctl.models.lidar import VoxelLidarEncoder
 from bevctl.models.map_head import MapHead
 from bevctl.models.neck import GeneralizedLSSFPN
-from bevctl.models.network import Network
+from bevctl.models.network import TaskNetwork
 from bevctl.models.transfusion import TransFusionHead
 from bevctl.models.view_transform import DepthLSSTransform, LSSTransform
 from bevctl.ops.sparse_conv import Sparse
@@ -54,7 +53,7 @@ class CameraEncoder(nn.Module):
         return bev
 
 
-class BEVFusion(Network):
+class BEVFusion(TaskNetwork):
     """Any of camera and LiDAR, any of detection and map.
 
     `fuser` joins two sensors and is None for one. `checkpoint_lidar` recomputes the LiDAR branch in the backward pass.
@@ -78,39 +77,7 @@ class BEVFusion(Network):
         self.checkpoint_lidar = checkpoint_lidar
         self.point_dtype = point_dtype
 
-    def forward(self, batch: Batch) -> dict[str, Tensor]:
-        """Scalars: weighted losses, whose sum is the loss of the step, under `loss/<task>/…`, and `stats/<task>/…`.
-
-        Raises BevctlError where the batch lacks a sensor that the model reads.
-        """
-        maps = self._maps(batch)
-        values: dict[str, Tensor] = {}
-        for task, head in self._heads().items():
-            values |= head.loss(head(maps[task]), batch)
-        return values
-
-    @torch.no_grad()
-    def predict(self, batch: Batch) -> Predictions:
-        """What the model sees in a batch, which may be empty."""
-        heads = self._heads()
-        if batch.size == 0:
-            nothing: list[Tensor] | None = [] if "object" in heads else None
-            return Predictions(nothing, nothing, nothing)
-        maps = self._maps(batch)
-        found: dict[str, list[Tensor]] = {}
-        bev_map = None
-        for task, head in heads.items():
-            outputs = head(maps[task])
-            if isinstance(head, TransFusionHead):
-                found = dict(zip(("boxes", "scores", "labels"), head.predict(outputs), strict=True))
-            else:
-                bev_map = head.predict(outputs)
-        return Predictions(**found, bev_map=bev_map)
-
-    def _heads(self) -> dict[str, TransFusionHead | MapHead]:
-        return cast("dict[str, TransFusionHead | MapHead]", dict(self.heads.items()))
-
-    def _maps(self, batch: Batch) -> dict[str, Tensor]:
+    def head_inputs(self, batch: Batch) -> dict[str, Tensor]:
         """The map (B, C, X, Y) that each head reads, by task."""
         if self.point_dtype != torch.float32 and batch.points is not None:
             batch = dataclasses.replace(batch, points=[p.to(self.point_dtype).float() for p in batch.points])

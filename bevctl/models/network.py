@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from bevctl.batch import Batch, Predictions
 from bevctl.errors import BevctlError, did_you_mean
 
 
@@ -39,3 +43,44 @@ class Network(nn.Module):
         for name in self._frozen:
             self.get_submodule(name).eval()
         return self
+
+
+class TaskNetwork(Network):
+    """A model with a head for each task: "object" finds boxes, "map" the classes of a map.
+
+    A head has `forward`, from what it looks at to its outputs, and `loss` and `predict` of these.
+    """
+
+    heads: nn.ModuleDict
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        """Scalars: weighted losses, whose sum is the loss of the step, under `loss/<task>/…`, and `stats/<task>/…`.
+
+        Raises BevctlError where the batch lacks what the model looks at.
+        """
+        values: dict[str, Tensor] = {}
+        for task, outputs in self._outputs(batch):
+            values |= self._head(task).loss(outputs, batch)
+        return values
+
+    @torch.no_grad()
+    def predict(self, batch: Batch) -> Predictions:
+        """What the model sees in a batch, which may be empty."""
+        if batch.size == 0:
+            nothing: list[Tensor] | None = [] if "object" in self.heads else None
+            return Predictions(nothing, nothing, nothing)
+        found = {task: self._head(task).predict(outputs) for task, outputs in self._outputs(batch)}
+        boxes, scores, labels = found.get("object", (None, None, None))
+        return Predictions(boxes, scores, labels, found.get("map"))
+
+    @abstractmethod
+    def head_inputs(self, batch: Batch) -> Mapping[str, Any]:
+        """What the head of each task looks at."""
+
+    def _outputs(self, batch: Batch) -> Iterable[tuple[str, Any]]:
+        """Outputs of each head, one after the other."""
+        inputs = self.head_inputs(batch)
+        return ((task, self._head(task)(inputs[task])) for task in self.heads)
+
+    def _head(self, task: str) -> Any:
+        return self.heads[task]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bevctl.batch import Batch, Calibration, Predictions
+from bevctl.batch import Batch, Calibration
 from bevctl.errors import BevctlError, ExitCode
 from bevctl.models.image_input import ImageInput
-from bevctl.models.network import Network
+from bevctl.models.network import TaskNetwork
 from bevctl.models.petrv2_head import PetrObjectHead
 from bevctl.models.petrv2_map_head import PetrMapHead
 from bevctl.models.petrv2_position import ImagePositions
@@ -62,7 +62,7 @@ class PetrImageEncoder(nn.Module):
         return torch.where(interval.abs() < SHORTEST_INTERVAL, USUAL_INTERVAL, interval)
 
 
-class PETRv2(Network):
+class PETRv2(TaskNetwork):
     """Detection, map segmentation, or both, from the views of one or two frames."""
 
     def __init__(self, encoder: PetrImageEncoder, heads: Mapping[str, PetrObjectHead | PetrMapHead]) -> None:
@@ -70,38 +70,8 @@ class PETRv2(Network):
         self.encoders = nn.ModuleDict({"camera": encoder})
         self.heads = nn.ModuleDict(heads)
 
-    def forward(self, batch: Batch) -> dict[str, Tensor]:
-        """Scalars: weighted losses under `loss/<task>/…`.
-
-        Raises BevctlError where the batch has no images, or not those of all frames.
-        """
-        memory = self._memory(batch)
-        losses: dict[str, Tensor] = {}
-        for head in self._heads().values():
-            losses |= head.loss(head(memory), batch)
-        return losses
-
-    @torch.no_grad()
-    def predict(self, batch: Batch) -> Predictions:
-        """What the model sees in a batch, which may be empty."""
-        heads = self._heads()
-        if batch.size == 0:
-            nothing: list[Tensor] | None = [] if "object" in heads else None
-            return Predictions(nothing, nothing, nothing)
-        memory = self._memory(batch)
-        found: dict[str, list[Tensor]] = {}
-        bev_map = None
-        for head in heads.values():
-            if isinstance(head, PetrObjectHead):
-                found = dict(zip(("boxes", "scores", "labels"), head.predict(head(memory)), strict=True))
-            else:
-                bev_map = head.predict(head(memory))
-        return Predictions(**found, bev_map=bev_map)
-
-    def _heads(self) -> dict[str, PetrObjectHead | PetrMapHead]:
-        return cast("dict[str, PetrObjectHead | PetrMapHead]", dict(self.heads.items()))
-
-    def _memory(self, batch: Batch) -> ImageMemory:
+    def head_inputs(self, batch: Batch) -> dict[str, ImageMemory]:
+        """The same features for each head. Raises BevctlError where the batch has not the images of all frames."""
         encoder = cast("PetrImageEncoder", self.encoders["camera"])
         if batch.images is None or batch.images.shape[1] % encoder.frames:
             raise BevctlError(
@@ -111,7 +81,7 @@ class PETRv2(Network):
                 ExitCode.RUN_FAILED,
             )
         memory: ImageMemory = encoder(batch.images, batch.calibration, batch.padding)
-        return memory
+        return dict.fromkeys(self.heads, memory)
 
 
 def feature_pixels(image: tuple[int, int] | torch.Size, feature: tuple[int, int], device: torch.device) -> Tensor:

@@ -117,7 +117,7 @@ def test_it_learns_a_batch() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-@pytest.mark.parametrize("name", packaged_names())
+@pytest.mark.parametrize("name", [name for name in packaged_names() if load(name).config.model.type == "bevfusion"])
 def test_packaged_configs_fit_together(name: str) -> None:
     config = load(name).config
     grid = bev_grid(config.model)

@@ -65,7 +65,7 @@ def test_points_are_rounded_before_anything_reads_them() -> None:
         torch.manual_seed(0)
         model = build_bevfusion(nano_config(**{"model.point_dtype": point_dtype})).eval()
         with torch.no_grad():
-            heatmaps.append(model.get_submodule("heads.object")(model._maps(samples)["object"]).heatmap)
+            heatmaps.append(model.get_submodule("heads.object")(model.head_inputs(samples)["object"]).heatmap)
     assert torch.equal(heatmaps[0], heatmaps[1])
     assert not torch.equal(heatmaps[0], heatmaps[2])
     assert all(torch.equal(cloud, before) for cloud, before in zip(batch.points, given, strict=True))
@@ -98,7 +98,7 @@ def test_packaged_configs_take_the_habits_of_their_origin(
     config = load(name).config
     model = config.model
     assert model.point_dtype == point_dtype
-    assert (model.camera.view.truncate if model.camera else None) == truncate
+    assert (model.camera.view.truncate if model.camera and model.camera.view else None) == truncate
     assert (model.object.box_z if model.object else None) == box_z
     assert config.precision.dtype == dtype
     assert config.data.sweep_choice == ("auto" if name == "bevfusion_det" else "random")

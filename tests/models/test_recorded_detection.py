@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from bevctl.config.schema import Config
 from bevctl.models.bevfusion import BEVFusion
 from bevctl.models.build import build_bevfusion
 from bevctl.models.layouts import mmdet3d_name
-from bevctl.models.transfusion import BRANCHES, ObjectOutputs
+from bevctl.models.transfusion import BRANCHES, ObjectOutputs, TransFusionHead
 from tests import golden
 from tests.models.nano import with_value
 
@@ -99,10 +99,10 @@ def run() -> Run:
     tensors: dict[str, Tensor] = {}
     record_outputs(model, tensors)
     model.get_submodule("encoders.camera.vtransform").register_forward_pre_hook(feed_raster, with_kwargs=True)
-    head = model._heads()["object"]
+    head = cast("TransFusionHead", model.heads["object"])
     batch = recorded_batch()
     with torch.no_grad():
-        outputs = head(model._maps(batch)["object"])
+        outputs = head(model.head_inputs(batch)["object"])
         boxes, scores, labels = head.predict(outputs)
         return Run(tensors, outputs, head.loss(outputs, batch), Predictions(boxes, scores, labels))
 
