@@ -119,6 +119,7 @@ def run_program(program: Program, stop: StopSignals) -> Ending:
     reader.start()
     try:
         _wait(process, program, stop)
+        _let_the_others_end(program, stop)
     finally:
         _signal_group(process, signal.SIGKILL)
         left = end_processes(left_behind(program.environment[RUN_MARK]))
@@ -138,6 +139,13 @@ def _wait(process: subprocess.Popen[bytes], program: Program, stop: StopSignals)
         program.on_tick()
         time.sleep(TICK_S)
     program.on_tick()
+
+
+def _let_the_others_end(program: Program, stop: StopSignals) -> None:
+    """After a signal the first process may be gone before those it started, as the shell around mpirun is."""
+    deadline = time.monotonic() + program.grace_s
+    while stop.count == 1 and time.monotonic() < deadline and left_behind(program.environment[RUN_MARK]):
+        time.sleep(TICK_S)
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
