@@ -156,7 +156,8 @@ def _export_notes(checkpoint: Checkpoint, state: Mapping[str, Tensor], target: T
     """What the other project's programs will see differently."""
     config = target.config or _own_config(checkpoint)
     notes = []
-    if any(key.startswith(f"{BACKBONE}model.") for key in state):
+    is_resnet = f"{BACKBONE}model.layer1.0.conv1.weight" in state
+    if any(key.startswith(f"{BACKBONE}model.") for key in state) and not (is_resnet and target.layout == "petr"):
         notes.append(f"The image backbone is one of timm, which {LAYOUTS[target.layout].name} has no model for")
     head = config.model.object if config is not None else None
     if head is not None and head.box_z == "top" and target.layout == "mmdet3d":

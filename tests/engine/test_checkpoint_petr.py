@@ -109,6 +109,19 @@ def test_what_the_conversion_says(tmp_path: Path) -> None:
         convert_checkpoint(theirs, Target("bevctl", boxes="lwh"))
 
 
+@pytest.mark.parametrize(("backbone", "notes"), [("resnet18", 0), ("mobilenetv3_small_050", 1)])
+def test_a_resnet_is_written_under_its_own_names(backbone: str, notes: int) -> None:
+    pytest.importorskip("timm")
+    config = nano_petrv2_config(**{"model.map": None, "model.camera.backbone": backbone})
+    state = build_model(config).state_dict()
+    done = convert_checkpoint(own(state, config), Target("petr"))
+    assert len(done.notes) == notes
+    if not notes:
+        assert "img_backbone.layer1.0.conv1.weight" in done.content["state_dict"]
+        back = convert_checkpoint(Checkpoint(Path("x.pth"), done.content), Target("bevctl", config=config))
+        assert same(back.content["state_dict"], state)
+
+
 def test_an_image_backbone_alone_fits_both_families(tmp_path: Path) -> None:
     theirs = exported(DETECTION, tmp_path / "petr.pth").state_dict
     backbone = {key: value for key, value in theirs.items() if key.startswith("img_backbone.")}
