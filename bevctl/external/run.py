@@ -29,7 +29,7 @@ OUTPUT = "console.out"
 """File in the work_dir with everything that the processes print; the readers take it for a shell's capture."""
 USELESS = (
     "nonfinite_input", "cuda_oom", "no_kernel", "undefined_symbol", "disk_full", "size_mismatch", "unused_parameters",
-    "marked_twice",
+    "marked_twice", "weights_only",
 )  # fmt: skip
 """Causes (see `bevctl.runs.readers.events`) that a restart meets again."""
 _NONFINITE = re.compile(r"\b(?:loss\w*|grad\w*|cost)\b.*\b(?:nan|inf|infinit\w*|non-?finite)\b", re.IGNORECASE)
@@ -191,7 +191,7 @@ class ExternalRun:
 
     def _failed(self, ending: Ending, failure: EventRecord | None) -> BevctlError:
         script, output = self._launch.tree.script.path.name, self._launch.work_dir / OUTPUT
-        said = f": {' '.join(failure.message.split())[:300]}" if failure else ""
+        said = f": {' '.join(failure.message.split())[:300].rstrip('.')}" if failure else ""
         fix = str(failure.data.get("fix") or "") if failure else ""
         code = ExitCode.NONFINITE if failure and _is_nonfinite(failure) else ExitCode.RUN_FAILED
         return BevctlError(

@@ -60,6 +60,7 @@ def _traceback(last: str) -> list[str]:
         ("KeyboardInterrupt", "interrupted"),
         ("MemoryError", "host_oom"),
         ("ConnectionResetError: [Errno 104] Connection reset by peer", "connection_lost"),
+        ("_pickle.UnpicklingError: Weights only load failed. This file can still be loaded, to", "weights_only"),
     ],
 )
 def test_every_failure_is_named(tmp_path: Path, line: str, cause: str) -> None:

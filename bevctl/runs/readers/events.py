@@ -110,6 +110,12 @@ FAILURES = {
         "Install the build that matches PyTorch and CUDA.",
         raised=True,
     ),
+    "weights_only": _failure(
+        r"Weights only load failed|WeightsUnpickler error",
+        "torch 2.6 and newer load plain data alone, and the checkpoint holds an object of its project (mmengine's do).",
+        "If you trust the file, set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1, or use a torch below 2.6.",
+        raised=True,
+    ),
     "gpu_lost": _failure(
         r"GPU has fallen off the bus|uncorrectable ECC error|CUDA error: device .*unavailable|NVRM: Xid",
         "The GPU failed or was lost.",
@@ -172,7 +178,7 @@ FAILURES = {
 _WORDS = (
     "rror", "xception", "illed", "emory", "space left", "quota", "imeout", "imed out", "CANCEL", "NCCL", "Interrupt",
     "fault", "terminated", "signal", "Xid", "Broken pipe", "reset by peer", "oom", "numeric entries", "^C", "symbol",
-    "exitcode", "exit code",
+    "exitcode", "exit code", "Weights only",
 )  # fmt: skip
 """One of them is in every text that FAILURES knows: a substring search costs less than the patterns."""
 _EXCEPTION = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure))(?:: (.*))?$")
