@@ -119,7 +119,7 @@ def build_mmdet3d(config: Config) -> Detector:
         from mmdet3d.registry import MODELS
 
         try:
-            detector = MODELS.build(source.model)
+            detector = MODELS.build(copy.deepcopy(source.model))  # some write into what they are built from
         except (KeyError, TypeError, ValueError, AssertionError, AttributeError) as error:
             reason = " ".join(str(error).split())[:300]
             raise BevctlError(
