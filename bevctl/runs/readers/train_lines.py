@@ -105,7 +105,7 @@ class TrainLines:
         if length != self._length:
             self._length, self._count = length, int(length)
             out.log.iters_per_epoch = self._count
-        number = int(epoch)
+        number = max(int(epoch), 1)  # epochs are counted from 1: a 0 is damage
         return Row(layout, values, number, (number - 1) * self._count + int(inner), out.time, eta)
 
     def _learn(self, line: str, start: int, layout: Layout) -> None:
