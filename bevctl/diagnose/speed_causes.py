@@ -316,7 +316,9 @@ def _untouched(half: StepProfile, single: StepProfile | None) -> Iterator[Cause]
         share = min(seconds, _BACKWARD * forward) / half.iteration
         of_part = _flops_of(half.census, part) / flops
         gain = single.of_part(part) / seconds if single is not None and seconds > 0 else 1.0
-        if share < UNTOUCHED_SHARE or of_part > 0.01 or gain > 1.1 or part in ("rest", ""):
+        # A part in which nothing runs waits for the host, which others tell of.
+        rests = half.kernels is not None and half.kernels.idle_by_part.get(part, 0.0) > 0.5 * seconds
+        if rests or share < UNTOUCHED_SHARE or of_part > 0.01 or gain > 1.1 or part in ("rest", ""):
             continue
         longest = half.kernels.longest[:_SHOWN] if half.kernels is not None else []
         lines = sorted(_groups_of(half.census, part), key=lambda item: -item[1].calls)[:_SHOWN]
@@ -371,6 +373,7 @@ def tables(half: StepProfile) -> list[Table]:
         more = {
             "of it: no kernel runs": half.idle,
             "of it: copies to the device": kernels.to_device,
+            "of it: channels turned for convolutions": kernels.layout,
             "of it: exchange between GPUs": kernels.communication,
             "of it: the host waits": kernels.waits,
         }

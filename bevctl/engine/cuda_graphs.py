@@ -110,6 +110,8 @@ class Recording:
             except torch.cuda.OutOfMemoryError:
                 raise
             except RuntimeError as error:  # the device's random state stays half recorded
+                if (ran_out := _out_of_memory(error)) is not None:
+                    raise ran_out from error
                 raise BevctlError(
                     f"A part of the model cannot be recorded as a CUDA graph: {str(error).splitlines()[0]}",
                     "Set train.cuda_graphs=false.",
@@ -184,6 +186,13 @@ class _Replay(torch.autograd.Function):
             raise RuntimeError("a recorded forward pass ran again before the backward pass of its last run")
         wanted = [g for g, differentiable in zip(grads, recording.differentiable, strict=True) if differentiable]
         return None, *recording.replay_backward(wanted)
+
+
+def _out_of_memory(error: BaseException | None) -> torch.cuda.OutOfMemoryError | None:
+    """The want of memory that an error came of: the end of a recording fails too, and covers it."""
+    while error is not None and not isinstance(error, torch.cuda.OutOfMemoryError):
+        error = error.__context__
+    return error
 
 
 @functools.lru_cache(maxsize=16)

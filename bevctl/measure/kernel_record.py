@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 KERNEL, COPY, PART, WAIT = "kernel", "copy", "part", "wait"
 BACKWARD = "backward and optimizer"
+_LAYOUT = re.compile(r"nchwToNhwc|nhwcToNchw|nchwToFold|convertTensor|addPadding", re.IGNORECASE)
 _HALF_PRODUCT = re.compile(
     r"(?:16816|884|1688|wgmma|hgmma|xmma|tensorop|mma).*(?:f16|fp16|bf16|h16|half|__half)|"
     r"(?:h|f16|fp16|bf16|s16816|h16816|h1688|h884)(?:_?s?gemm|_?s?cudnn|wgrad|fprop|dgrad|fmha)|"
@@ -49,6 +50,8 @@ class KernelRecord:
     """Kernels of matrix products, convolutions and attention."""
     half_products: float = 0.0
     """Of these, on tensor cores in half precision, by their names."""
+    layout: float = 0.0
+    """Kernels of cuDNN that only turn tensors for others: channels first to last and back."""
     to_device: float = 0.0
     communication: float = 0.0
     waits: float = 0.0
@@ -73,8 +76,11 @@ def summarise(spans: Sequence[Span], steps: int, seconds: float) -> KernelRecord
     record.launches = len(device) / steps
     for span in device:
         share = span.seconds / steps
-        record.products += share if _PRODUCT.search(span.name) else 0.0
-        record.half_products += share if _HALF_PRODUCT.search(span.name) else 0.0
+        if _LAYOUT.search(span.name):
+            record.layout += share
+        elif _PRODUCT.search(span.name):
+            record.products += share
+            record.half_products += share if _HALF_PRODUCT.search(span.name) else 0.0
         record.communication += share if _COMMUNICATION.search(span.name) else 0.0
         record.to_device += share if span.kind == COPY and "HtoD" in span.name else 0.0
     record.waits = sum(s.seconds for s in spans if s.kind == WAIT) / steps

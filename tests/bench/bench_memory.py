@@ -149,12 +149,12 @@ def by_part(document: dict[str, Any]) -> int:
 
 
 def caps(document: dict[str, Any]) -> int:
-    for found in document["caps"]:
+    for found in document.get("caps", []):
         outcome = (
             found.get("error") or f"trains, reserved {gib(found['reserved']):.2f} GiB, {found['step_s']:.4f} s/iter"
         )
         print(f"card of {gib(found['card']):.1f} GiB: {found['plan']}: {outcome}")
-    return sum("error" in found for found in document["caps"])
+    return sum("error" in found for found in document.get("caps", []))
 
 
 def gib(size: float) -> float:
