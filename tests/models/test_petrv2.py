@@ -125,12 +125,11 @@ def test_recomputing_changes_nothing() -> None:
         torch.testing.assert_close(recomputed, plain, rtol=1e-4, atol=1e-6)
 
 
-def test_static_parts_leave_out_heads_that_are_recomputed_with_dropout() -> None:
+def test_static_parts_are_those_of_the_image_branch() -> None:
     config = nano_petrv2_config()
-    names = static_parts(config.model)
-    assert set(names) == set(trainable_parameters(nano()))
-    recomputed = with_value(config, "model.checkpointing", ("camera", "decoder"))
-    assert set(static_parts(recomputed.model)) == {name for name in names if not name.startswith("heads.")}
+    names = set(static_parts(config.model))
+    assert names == {f"encoders.camera.{part}" for part in ("backbone", "neck", "position")}
+    assert names <= dict(build_model(config).named_modules()).keys()
 
 
 def test_frozen_modules_do_not_learn() -> None:
