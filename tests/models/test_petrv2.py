@@ -19,7 +19,6 @@ from bevctl.errors import BevctlError
 from bevctl.measure.parameters import count_parameters
 from bevctl.models.build import PARTS, build_model, static_parts, trainable_parameters
 from bevctl.models.petrv2 import PETRv2
-from tests.models.nano import with_value
 from tests.models.nano_petrv2 import nano_petrv2_batch, nano_petrv2_config
 
 SIZES = {"petrv2": 85_116_740, "petrv2_seg": 84_860_739, "petrv2_multitask": 98_090_567}
