@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from bevctl.runs.readers.events import FAILURE, FailureScanner, settle
 from bevctl.runs.records import EventRecord, RunLog
 from bevctl.runs.source import Source, open_source
 
+_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 PROGRESS_S = 60.0
 """Time between two lines of progress."""
 LOOK_S = 5.0
@@ -33,7 +35,8 @@ class Follower:
         """Whether it has written a training record."""
 
     def line(self, line: str) -> None:
-        """A line of its output: shown, and searched for failures."""
+        """A line of its output: shown without its colours, and searched for failures."""
+        line = _ESCAPE.sub("", line)
         if line.strip():
             self._console.info(line)
         _, found = self._scanner.scan(line)

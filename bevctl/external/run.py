@@ -203,10 +203,10 @@ class ExternalRun:
     ) -> str:
         """Empty: restart."""
         limit = self._policy.max_restarts
-        if not limit:
-            return "--max-restarts N starts it again from its last checkpoint."
         if error.code == ExitCode.NONFINITE or (failure is not None and failure.data.get("cause") in USELESS):
             return "A restart would meet it again."
+        if not limit:
+            return "--max-restarts N starts it again from its last checkpoint."
         if not trained:
             return "It was not restarted, because it had not begun to train."
         if self._restarts and is_same_checkpoint:
