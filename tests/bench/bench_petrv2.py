@@ -1,4 +1,4 @@
-"""Time and memory of a training step of PETRv2 on a GPU: python tests/bench/bench_petrv2.py [--config petrv2].
+"""Time and memory of a training step of PETRv2 on a GPU: python -m tests.bench.bench_petrv2 [--config petrv2].
 
 Random images of the config's size with 30 objects a sample; batches of 1 and 4, with and without checkpointing of the
 image branch, in FP16 and in FP32 with TF32 off and on. Each is what `bevctl train` runs: CUDA graphs, clipping, AdamW.
