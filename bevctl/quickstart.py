@@ -38,14 +38,23 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Scores:
+    """Of a checkpoint on the held-out scenes."""
+
+    mAP: float
+    mIoU: float | None
+    """None for a model without a map head."""
+
+
+@dataclass(frozen=True)
 class Summary:
-    """What the quickstart showed: mean losses over the first and last ten steps, held-out mAP before and after."""
+    """What the quickstart showed: mean losses over the first and last ten steps, held-out scores before and after."""
 
     steps: tuple[Step, ...]
     first_loss: float
     last_loss: float
-    untrained_map: float
-    trained_map: float
+    untrained: Scores
+    trained: Scores
     run: str
 
     def document(self) -> dict[str, Any]:
@@ -53,7 +62,8 @@ class Summary:
         return {
             "steps": [asdict(step) for step in self.steps],
             "loss": {"first": self.first_loss, "last": self.last_loss},
-            "mAP": {"untrained": self.untrained_map, "trained": self.trained_map},
+            "mAP": {"untrained": self.untrained.mAP, "trained": self.trained.mAP},
+            "mIoU": {"untrained": self.untrained.mIoU, "trained": self.trained.mIoU},
             "run": self.run,
         }
 
@@ -88,8 +98,8 @@ class Quickstart:
             tuple(self.steps),
             first_loss=_mean(losses[:LOSS_WINDOW]),
             last_loss=_mean(losses[-LOSS_WINDOW:]),
-            untrained_map=untrained,
-            trained_map=trained,
+            untrained=untrained,
+            trained=trained,
             run=str(self.run_dir),
         )
 
@@ -116,11 +126,12 @@ class Quickstart:
         self.console.info(f"A step takes {shown} on this CPU: training in {fastest}.")
         return fastest
 
-    def _evaluate(self, checkpoint: str, precision: str, *arguments: str) -> float:
+    def _evaluate(self, checkpoint: str, precision: str, *arguments: str) -> Scores:
         path = str(self.run_dir / checkpoint)
         evaluate = ["eval", self.config, "--checkpoint", path, f"--{precision}", *self._common()]
         out = self._call(*evaluate, *arguments, "--json", capture=True)
-        return float(json.loads(out)["detection"]["mAP"])
+        found = json.loads(out)
+        return Scores(float(found["detection"]["mAP"]), (found["map"] or {}).get("mIoU"))
 
     def _call(self, *arguments: str, capture: bool = False, fine: tuple[int, ...] = (ExitCode.OK,)) -> str:
         """Run one bevctl command; its stdout is returned if captured, all else goes to our stderr.

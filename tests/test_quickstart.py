@@ -16,7 +16,7 @@ import pytest
 from bevctl.cli.quickstart import command
 from bevctl.console import Console
 from bevctl.errors import BevctlError, ExitCode
-from bevctl.quickstart import CONFIGS, Quickstart
+from bevctl.quickstart import CONFIGS, Quickstart, Scores
 
 
 class FakeCommands:
@@ -26,6 +26,7 @@ class FakeCommands:
         self.calls: list[list[str]] = []
         self.fail_on = fail_on
         self.failure = 4
+        self.maps = True
 
     def __call__(self, command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         arguments = command[3:]
@@ -35,7 +36,8 @@ class FakeCommands:
         if arguments[0] == "train":
             self._train(Path(arguments[arguments.index("--work-dir") + 1]))
         score = 0.25 if "--show" in arguments else 0.0
-        return subprocess.CompletedProcess(command, 0, json.dumps({"detection": {"mAP": score}}))
+        found = {"detection": {"mAP": score}, "map": {"mIoU": 2 * score} if self.maps else None}
+        return subprocess.CompletedProcess(command, 0, json.dumps(found))
 
     def _train(self, run: Path) -> None:
         run.mkdir(parents=True, exist_ok=True)
@@ -69,7 +71,7 @@ def test_trains_in_two_parts_and_evaluates_before_and_after(
     assert rest[-2:] == ["--resume", "iter_40.pth"]
     assert all("--bf16" in call for call in fake.calls if call[0] not in ("data", "monitor"))
     assert (summary.first_loss, summary.last_loss) == (10.0, 2.0)
-    assert (summary.untrained_map, summary.trained_map) == (0.0, 0.25)
+    assert (summary.untrained, summary.trained) == (Scores(0.0, 0.0), Scores(0.25, 0.5))
     assert [step.exit for step in summary.steps] == [0] * 8
 
 
@@ -87,9 +89,16 @@ def test_the_command_offers_every_model() -> None:
 def test_document_has_the_promised_fields(tmp_path: Path, commands: Callable[..., FakeCommands]) -> None:
     commands()
     document = Quickstart(tmp_path, "cpu", Console(quiet=True)).run().document()
-    assert set(document) == {"steps", "loss", "mAP", "run"}
+    assert set(document) == {"steps", "loss", "mAP", "mIoU", "run"}
     assert document["loss"] == {"first": 10.0, "last": 2.0}
     assert set(document["steps"][0]) == {"command", "exit", "seconds"}
+
+
+def test_a_model_without_a_map_has_no_score_of_it(tmp_path: Path, commands: Callable[..., FakeCommands]) -> None:
+    fake = commands()
+    fake.maps = False
+    document = Quickstart(tmp_path, "cpu", Console(quiet=True)).run().document()
+    assert document["mIoU"] == {"untrained": None, "trained": None}
 
 
 def test_a_second_call_keeps_the_first_run(tmp_path: Path, commands: Callable[..., FakeCommands]) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from bevctl.cli.options import json_option
 from bevctl.console import Console
+
+if TYPE_CHECKING:
+    from bevctl.quickstart import Summary
 
 
 @click.command("quickstart")
@@ -37,7 +42,8 @@ def command(console: Console, folder: str, model: str, device: str) -> None:
     console.result(
         f"\nloss, mean of ten steps: {summary.first_loss:.3f} at first, {summary.last_loss:.3f} at last "
         f"({summary.last_loss / summary.first_loss:.2f} of it)\n"
-        f"mAP on held-out scenes:  {summary.untrained_map:.3f} untrained, {summary.trained_map:.3f} trained\n"
+        f"mAP on held-out scenes:  {summary.untrained.mAP:.3f} untrained, {summary.trained.mAP:.3f} trained\n"
+        f"{_of_map(summary)}"
         f"run: {summary.run}   pictures: {quickstart.pictures}   {seconds:.0f} s in all\n\n"
         "Next:\n"
         f"  bevctl train {quickstart.config} --set data.root={quickstart.data} --epochs 20 --work-dir {folder}/longer\n"
@@ -45,3 +51,10 @@ def command(console: Console, folder: str, model: str, device: str) -> None:
         "  bevctl data prepare --root data/nuscenes --version v1.0-trainval   # with real nuScenes data\n"
         f"  bevctl train {quickstart.real_config} --gpus 8"
     )
+
+
+def _of_map(summary: Summary) -> str:
+    before, after = summary.untrained.mIoU, summary.trained.mIoU
+    if before is None or after is None:
+        return ""
+    return f"mIoU of the map:         {before:.3f} untrained, {after:.3f} trained\n"
