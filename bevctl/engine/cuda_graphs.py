@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from bevctl.engine.stand_in import Report, StandIn, state_kept, tensors_in, with_tensors, without_cast_cache
+from bevctl.engine.stand_in import (
+    Report,
+    StandIn,
+    gradients_of,
+    state_kept,
+    tensors_in,
+    with_tensors,
+    without_cast_cache,
+)
 from bevctl.errors import BevctlError, ExitCode
 
 Form = list[tuple[Any, ...]]
@@ -132,7 +140,7 @@ class Recording:
         ends = [t for t in tensors_in(result) if t.requires_grad]
         self._output_grads = [torch.empty_like(t) for t in ends]
         with torch.cuda.graph(self._backward, pool=self._forward.pool(), capture_error_mode="thread_local"):
-            gradients = iter(torch.autograd.grad(ends, leaves, self._output_grads, allow_unused=True))
+            gradients = iter(gradients_of(ends, leaves, self._output_grads))
         self._input_grads = [next(gradients) if t.requires_grad else None for t in self._inputs]
         self._parameter_grads = list(gradients)
         return result
@@ -208,7 +216,7 @@ def _warm_up(forward: Callable[..., Any], arguments: Sequence[Any], leaves: Sequ
         for guard in (contextlib.nullcontext(), _without_waiting()):
             with guard:
                 ends = [t for t in tensors_in(forward(*arguments)) if t.requires_grad]
-                torch.autograd.grad(ends, leaves, [torch.zeros_like(t) for t in ends], allow_unused=True)
+                gradients_of(ends, leaves, [torch.zeros_like(t) for t in ends])
     torch.cuda.current_stream().wait_stream(stream)
 
 

@@ -75,7 +75,7 @@ class StandIn(ABC):
             outputs = [t for t in tensors_in(forward(*copies)) if t.requires_grad]
             # Neither overflow nor underflow in half precision.
             weights = [t.detach() * max(t.numel(), 1) ** -0.5 for t in outputs]
-            gradients = torch.autograd.grad(outputs, leaves, weights, allow_unused=True)
+            gradients = gradients_of(outputs, leaves, weights)
         return [t.detach() for t in (*outputs, *gradients) if t is not None]
 
 
@@ -126,6 +126,20 @@ def without_cast_cache() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
+
+
+def gradients_of(
+    outputs: Sequence[Tensor], leaves: Sequence[Tensor], weights: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of leaves as the backward pass of a training step computes them, outside of autocast.
+
+    Inside, a product that belongs to a module in FP32 would be rounded, and its rounded weights kept for the whole
+    step: threads of the backward pass have a cache of their own, whatever this one says. A recording would then read
+    weights of its first step, or memory that is used for something else by now.
+    """
+    device = next((t.device.type for t in outputs), "cpu")
+    with torch.autocast(device, enabled=False):
+        return torch.autograd.grad(outputs, leaves, weights, allow_unused=True)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -11,6 +11,7 @@ from bevctl.engine.cuda_graphs import RecordedForward, record_parts
 from bevctl.engine.optim import build_optimizer
 from bevctl.engine.precision import keep_fp32
 from bevctl.models.build import build_model, static_parts
+from tests.engine.test_stand_in import InSingle
 from tests.models.nano import nano_batch, nano_config
 
 pytestmark = [
@@ -82,6 +83,24 @@ def _train(model: nn.Module, batches: list[Batch], steps: int) -> list[Tensor]:
             totals.append(total.detach())
         optimizer.step()
     return totals
+
+
+def test_gradients_of_a_part_in_fp32_follow_its_weights() -> None:
+    """Nothing rounded at the recording stays: neither weights of then, nor memory that was only lent."""
+    torch.manual_seed(0)
+    model, reports = nn.ModuleDict({"part": InSingle()}).to(CUDA).train(), list[str]()
+    assert record_parts(model, ["part"], reports.append)
+    weight = model.get_parameter("part.weight")
+    for _ in range(3):
+        x, weights = torch.randn(4, 3, device=CUDA, requires_grad=True), torch.randn(4, 5, device=CUDA)
+        with torch.autocast("cuda", torch.float16):
+            out = model["part"](x)
+        found = torch.autograd.grad(out, (x, weight), weights)
+        for ours, expected in zip(found, (weights @ weight, weights.T @ x), strict=True):
+            torch.testing.assert_close(ours, expected.detach(), rtol=1e-5, atol=1e-5)
+        with torch.no_grad():
+            weight.mul_(-2.0)
+    assert reports == []
 
 
 def test_other_shapes_run_as_they_are() -> None:

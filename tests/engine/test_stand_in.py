@@ -12,11 +12,39 @@ from bevctl.engine.stand_in import (
     StandIn,
     detached,
     difference,
+    gradients_of,
     state_kept,
     tensors_in,
     with_tensors,
     without_cast_cache,
 )
+
+
+class ByHand(torch.autograd.Function):
+    """x · weightᵀ with gradients in Python, whose products autocast would round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.T @ x
+
+
+class InSingle(nn.Module):
+    """A product in FP32 inside a model in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            out: Tensor = ByHand.apply(x.float(), self.weight)
+        return out
 
 
 @dataclass(frozen=True)
@@ -171,3 +199,15 @@ def test_weights_are_rounded_anew_without_the_cache() -> None:
             assert not torch.is_autocast_cache_enabled()
             linear(torch.randn(1, 2)).sum().backward()
         assert torch.is_autocast_cache_enabled()
+
+
+def test_a_backward_pass_inside_of_autocast_is_one_outside() -> None:
+    torch.manual_seed(0)
+    part, x = InSingle(), torch.randn(4, 3, requires_grad=True)
+    weights = torch.randn(4, 5)
+    expected = (weights @ part.weight, weights.T @ x)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients_of([part(x)], [x, part.weight], [weights])
+    for ours, exact in zip(found, expected, strict=True):
+        assert ours is not None
+        torch.testing.assert_close(ours, exact.detach(), rtol=1e-6, atol=1e-6)
