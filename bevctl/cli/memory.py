@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +51,13 @@ class CardSize(click.ParamType):
 @engine_option("bevctl", "mmdet3d")
 @config_option("--batch", key="train.batch", type=click.IntRange(1), metavar="N", help="Samples a GPU and step.")
 @click.option("--measure", "measuring", is_flag=True, help="Train a few steps on this GPU, and compare.")
+@click.option(
+    "--kernels",
+    type=click.Choice(["auto", "torch", "triton"]),
+    default="auto",
+    help="What runs the costly operations: torch on cards before capability 8.0 (V100); default: as BEVCTL_KERNELS or "
+    "the GPU here says.",
+)
 @click.option("--gpus", type=click.IntRange(1), default=1, metavar="N", help="GPUs of the run; default: 1.")
 @click.option("--fit", type=CardSize(), metavar="SIZE", help="Choose the plan for a card of this size, such as 32GB.")
 @click.option("--plan", metavar="NAME", help="Choose a plan by its name or its letter: A, B, C.")
@@ -74,6 +83,7 @@ def command(
     console: Console,
     request: ConfigRequest,
     measuring: bool,
+    kernels: str,
     gpus: int,
     fit: int | None,
     plan: str | None,
@@ -106,7 +116,8 @@ def command(
     compared = measure(config, select_device(config.device), console.info) if measuring else None
     seconds = compared.measured.step_s if compared is not None else step_time
     known = _times(console, config, seconds, times)
-    report = dataclasses.replace(examine(config, known, gpus, price, fit, console.info), comparison=compared)
+    with _running_on(kernels):
+        report = dataclasses.replace(examine(config, known, gpus, price, fit, console.info), comparison=compared)
     for shown in tables(report):
         console.result(shown)
     console.info(f"{BASIS} Samples: {_describe(report)}.")
@@ -148,6 +159,17 @@ def _measure_mmdet3d(console: Console, config: Config) -> int:
     }
     console.document("memory", body)
     return ExitCode.OK
+
+
+def _running_on(kernels: str) -> AbstractContextManager[None]:
+    """Predictions inside are for these kernels; by default for what runs here, and for Triton's where no GPU is."""
+    import torch
+
+    from bevctl.ops import backend
+
+    if kernels == "auto" and torch.cuda.is_available() and not backend.is_plain():
+        kernels = "auto" if backend.reason(torch.device("cuda")).startswith("Triton") else "torch"
+    return contextlib.nullcontext() if kernels == "auto" else backend.forced(kernels)
 
 
 def _times(console: Console, config: Config, seconds: float | None, source: Path | None) -> StepTimes:

@@ -11,7 +11,7 @@ import functools
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -32,6 +32,7 @@ from bevctl.measure.parameters import without_weights
 from bevctl.models.build import build_model, static_parts
 from bevctl.models.lidar import WINDOWS, VoxelLidarEncoder
 from bevctl.models.petrv2_transformer import Attention
+from bevctl.models.transfusion import TransFusionHead
 from bevctl.ops import backend
 from bevctl.ops.rulebook import Triple, output_shape
 from bevctl.ops.sites import ColumnMap, Room, Sites
@@ -75,6 +76,9 @@ class StepMemory:
 def trace_step(config: Config, precision: str, sizes: Sequence[SampleSize]) -> StepMemory:
     """Memory of a training step of `config` in `precision` (fp16, bf16 or fp32) on one sample of each of `sizes`.
 
+    As it runs with the kernels; where plain torch is asked for (BEVCTL_KERNELS=torch), as it runs without them, but for
+    the LiDAR encoder and the losses, whose shapes nobody knows beforehand.
+
     Raises:
         ImportError: Triton, in whose wrappers the kernels' outputs are made, is not installed.
     """
@@ -84,6 +88,7 @@ def trace_step(config: Config, precision: str, sizes: Sequence[SampleSize]) -> S
         warnings.filterwarnings("ignore", message=".*data pointer of FakeTensor")
         stack.enter_context(FakeTensorMode())
         stack.enter_context(_LikeGpu())
+        plain = backend.is_plain()
         stack.enter_context(backend.assumed())
         _without_contents(model)
         _fuse_attention(model)
@@ -94,6 +99,9 @@ def trace_step(config: Config, precision: str, sizes: Sequence[SampleSize]) -> S
         ledger.part = INPUTS
         batch = _batch(config, sizes)
         _assume_sites(model, sizes)
+        if plain:
+            _keep_kernels(model)
+            stack.enter_context(backend.forced("torch"))
         watch(model, ledger, recorded)
         with Precision(precision, "cpu").autocast():
             losses = model(batch)
@@ -261,6 +269,25 @@ def _assume_sites(model: nn.Module, sizes: Sequence[SampleSize]) -> None:
         if isinstance(encoder, VoxelLidarEncoder):
             voxels = functools.partial(_voxels, encoder.config.features, encoder.backbone.in_shape, sizes)
             encoder.prepare = voxels  # type: ignore[method-assign]
+
+
+def _keep_kernels(model: nn.Module) -> None:
+    """Lets what depends on the contents of tensors run with assumed kernels inside a trace without them."""
+    for module in model.modules():
+        if isinstance(module, VoxelLidarEncoder):
+            module.forward = _assumed(module.forward)  # type: ignore[method-assign]
+            module.prepare = _assumed(module.prepare)  # type: ignore[method-assign]
+        elif isinstance(module, TransFusionHead):
+            module.loss = _assumed(module.loss)  # type: ignore[method-assign]
+
+
+def _assumed(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with backend.assumed():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def _voxels(features: int, shape: Triple, sizes: Sequence[SampleSize], _: list[Tensor]) -> SparseTensor:

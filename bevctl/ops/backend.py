@@ -66,7 +66,12 @@ def assumed() -> Iterator[None]:
 
 def launches() -> bool:
     """Whether kernels run, rather than being assumed to."""
-    return not _forced or _forced[-1] != _ASSUMED
+    return _ASSUMED not in _forced
+
+
+def is_plain() -> bool:
+    """Whether plain torch is asked for: by the environment, or by a block of `forced`."""
+    return _wanted() == "torch"
 
 
 def is_forced() -> bool:

@@ -16,6 +16,7 @@ from bevctl.measure.memory_inputs import active_sites
 from bevctl.measure.memory_places import GRADIENTS
 from bevctl.measure.memory_trace import SampleSize, StepMemory, trace_step
 from bevctl.measure.parameters import count_parameters
+from bevctl.ops import backend
 from tests.models.nano import nano_config
 
 MIB = 2**20
@@ -138,3 +139,12 @@ def test_several_gpus_hold_their_gradients_in_buckets() -> None:
     assert shared.device - shared.reserved == alone.device - alone.reserved + shared.components["NCCL"]
     inside = sum(size for name, size in shared.components.items() if name not in ("NCCL", "CUDA context"))
     assert inside == shared.allocated
+
+
+def test_plain_torch_keeps_what_the_kernels_do_not() -> None:
+    config = nano_config(**{"train.cuda_graphs": False})
+    with_kernels = trace_step(config, "fp16", [SIZE])
+    with backend.forced("torch"):
+        plain = trace_step(config, "fp16", [SIZE])
+    assert plain.by_part["encoders.camera.backbone"] > with_kernels.by_part["encoders.camera.backbone"]
+    assert plain.parameters == with_kernels.parameters
