@@ -45,14 +45,13 @@ class _Images:
         self._calibrations: dict[bytes, int] = {}
 
     def rows(self, moments: Sequence[Mapping[str, Any]], lidar2global: Array) -> np.ndarray:
-        """(n, K) index of each image, -1 where a moment lacks a camera."""
+        """(n, K) index of each image, -1 where a moment lacks a camera; no rows where there is no image at all."""
         found = np.full((len(moments), len(CAMERAS)), -1, dtype=np.int32)
         for row, moment in zip(found, moments, strict=True):
             for column, camera in enumerate(CAMERAS):
                 if isinstance(moment.get(camera), Mapping):
                     row[column] = self._index(moment[camera], lidar2global)
-        has_image = (found >= 0).any(axis=1)
-        return found[has_image]
+        return found if (found >= 0).any() else found[:0]
 
     def _index(self, image: Mapping[str, Any], lidar2global: Array) -> int:
         path = str(image["data_path"])

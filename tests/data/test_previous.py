@@ -147,13 +147,23 @@ def test_time_has_always_passed(
 
 def test_a_missing_camera_gives_its_nearest_image(tmp_path: Path) -> None:
     """As near as possible to the chosen moment; of two as near, the later one."""
-    info = petr_info(Drive(missing=frozenset({("CAM_BACK", 3), ("CAM_FRONT", 3), ("CAM_FRONT", 4)})), tmp_path)
-    assert len(info.samples[3].camera_sweeps) == 17, "a moment without any image is none"
-    info = petr_info(Drive(missing=frozenset({("CAM_BACK", 3)})), tmp_path)
-    images = chosen(info, 3)
-    assert {camera: number_of(image) for camera, image in images.items()} == {"CAM_FRONT": 3, "CAM_BACK": 4}
+    for missing, front, back in (
+        ({("CAM_BACK", 3)}, 3, 4),
+        ({("CAM_FRONT", 3), ("CAM_BACK", 3)}, 4, 4),
+        ({("CAM_FRONT", 3), ("CAM_FRONT", 4), ("CAM_BACK", 3)}, 2, 4),
+    ):
+        images = chosen(petr_info(Drive(missing=frozenset(missing)), tmp_path), 3)
+        assert {camera: number_of(image) for camera, image in images.items()} == {"CAM_FRONT": front, "CAM_BACK": back}
     never = frozenset(("CAM_BACK", number) for number in range(18))
     assert set(chosen(petr_info(Drive(missing=never), tmp_path), 3)) == {"CAM_FRONT"}
+
+
+def test_moments_without_any_image_are_no_past(tmp_path: Path) -> None:
+    document = Drive(keyframes=2).petr()
+    document["infos"][1]["sweeps"] = [{}] * 4
+    document["infos"].append(Drive(keyframes=3).petr()["infos"][2])
+    info = read_info(made.write(tmp_path / "petr.pkl", document))
+    assert [len(sample.camera_sweeps) for sample in info.samples] == [0, 0, 12]
 
 
 def test_keyframes_stand_in_for_sweeps_that_a_file_lacks() -> None:
