@@ -14,6 +14,7 @@ from bevctl.batch import Batch
 from bevctl.config.load import load
 from bevctl.config.schema import Config, PetrConfig
 from bevctl.engine.cuda_graphs import record_parts
+from bevctl.engine.precision import keep_fp32
 from bevctl.engine.step import TrainStep
 from bevctl.measure.timing import build_step
 from bevctl.models.build import build_model, static_parts
@@ -112,6 +113,33 @@ def test_recorded_parts_give_the_same_losses_and_gradients() -> None:
     assert len(plain) == len(recorded)
     for expected, found in zip(plain, recorded, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_heads_can_be_recorded_with_modules_in_fp32_inside() -> None:
+    """Gradients follow the weights over several steps, whatever autocast rounded when the heads were recorded."""
+    config = nano_petrv2_config(**SHIPPED, **{"model.petr.dropout": 0.0})
+    runs = []
+    for record in (False, True):
+        torch.manual_seed(0)
+        model = build_model(config).to(CUDA).train()
+        keep_fp32(model, config.precision.fp32_modules, "cuda")
+        reports: list[str] = []
+        if record:
+            assert record_parts(model, ["heads.object", "heads.map"], reports.append)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        totals = []
+        for seed in range(4):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16):
+                losses = model(nano_petrv2_batch(config, seed=seed).to(CUDA))
+            totals.append(torch.stack(list(losses.values())).sum())
+            totals[-1].backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        assert reports == []
+        runs.append([t.detach() for t in (*totals, *model.state_dict().values()) if t.is_floating_point()])
+    for expected, found in zip(*runs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_deterministic_training_repeats_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
