@@ -18,8 +18,8 @@ _COLUMNS, _ELEMENTS = 64, 2048
 @triton.jit
 def _pixel(height, width, rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Sample, row and column of each pixel, channels, and which of them are there."""
-    place = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     column, above = place % width, place // width
     return (above // height).to(tl.int64), above % height, column, channel, place < rows
 
@@ -100,4 +100,4 @@ def _empty(like: Tensor, size: tuple[int, int], dtype: torch.dtype) -> Tensor:
 def _plan(rows: int, channels: int) -> tuple[tuple[int, int], dict[str, int]]:
     columns = min(_COLUMNS, power_of_two(channels))
     tall = _ELEMENTS // columns
-    return (blocks(channels, columns), blocks(rows, tall)), {"C": channels, "ROWS": tall, "COLUMNS": columns}
+    return (blocks(rows, tall), blocks(channels, columns)), {"C": channels, "ROWS": tall, "COLUMNS": columns}
