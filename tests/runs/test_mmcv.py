@@ -39,6 +39,24 @@ def test_a_line_is_a_record(tmp_path: Path) -> None:
     assert (log.format, log.iters_per_epoch, log.last_time) == ("mmcv-text", 400, START.timestamp())
 
 
+def test_a_line_of_petr_has_the_losses_of_each_layer(tmp_path: Path) -> None:
+    """Detection and BEV segmentation; a validation line names mAP and NDS behind a prefix."""
+    names = [f"{layer}loss_{part}" for part in ("cls", "bbox", "dri", "lan", "vie") for layer in ("", "d0.", "d4.")]
+    items = ", ".join(f"{name}: {0.5 + place / 10:.4f}" for place, name in enumerate(names))
+    stamp = "2022-08-08 12:00:00,123 - mmdet - INFO - "
+    numbers = f"lr: 7.973e-05, eta: 1 day, 20:12:35, time: 1.884, data_time: 0.125, memory: 8345, {items}"
+    lines = [
+        f"{stamp}Epoch [1][50/3517]\t{numbers}, loss: 22.5123, grad_norm: 45.2000",
+        f"{stamp}Epoch(val) [1][6019]\tpts_bbox_NuScenes/NDS: 0.3012, pts_bbox_NuScenes/mAP: 0.2512",
+    ]
+    log = _read(tmp_path, lines)
+    (step,) = log.steps
+    assert step.losses == {name: round(0.5 + place / 10, 4) for place, name in enumerate(names)}
+    assert (step.loss, step.grad_norm, step.eta_s, log.iters_per_epoch) == (22.5123, 45.2, 159155.0, 3517)
+    assert log.validations[0].metrics["NDS"] == 0.3012
+    assert log.validations[0].metrics["mAP"] == 0.2512
+
+
 @pytest.mark.parametrize(
     ("eta", "seconds"),
     [("1 day, 2:03:04", 93784.0), ("12 days, 0:00:00", 1036800.0), ("-1 day, 23:00:00", -3600.0), ("0:00:07", 7.0)],
