@@ -47,8 +47,8 @@ def show(
 ) -> None:
     """Draw one sample of CONFIG's data set as the model gets it, to see that its augmentation is right.
 
-    Six augmented images, twelve with data.previous, with boxes and projected LiDAR points, and the scene from above over
-    the map to learn.
+    Six augmented images, twelve with data.previous, with boxes and projected LiDAR points, and the scene from above
+    over the map to learn.
     """
     if index is not None and token is not None:
         raise BevctlError("--index and --token both name a sample.", "Give one of them.")
