@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bevctl.batch import Batch
 from bevctl.config.schema import ObjectHeadConfig, PetrConfig
-from bevctl.models.layers import LayerNorm, Linear
+from bevctl.models.layers import LayerNorm
 from bevctl.models.petrv2_coder import decode
 from bevctl.models.petrv2_loss import detection_losses
 from bevctl.models.petrv2_position import inverse_sigmoid, sine_embedding
@@ -42,10 +42,15 @@ class RegressionBranch(nn.Module):
         super().__init__()
         # Upstream's dropout of probability zero holds the places 2 and 5.
         self.reg_branch = nn.Sequential(
-            Linear(channels, channels), nn.ReLU(), nn.Identity(), Linear(channels, channels), nn.ReLU(), nn.Identity()
+            nn.Linear(channels, channels),
+            nn.ReLU(),
+            nn.Identity(),
+            nn.Linear(channels, channels),
+            nn.ReLU(),
+            nn.Identity(),
         )
         self.task_heads = nn.ModuleList(
-            [nn.Sequential(Linear(channels, channels), nn.ReLU(), Linear(channels, width)) for width in WIDTHS]
+            [nn.Sequential(nn.Linear(channels, channels), nn.ReLU(), nn.Linear(channels, width)) for width in WIDTHS]
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -142,11 +147,11 @@ class PetrObjectHead(nn.Module):
 
 def query_mlp(channels_in: int, channels: int) -> nn.Sequential:
     """Embedding of a query's position, entries `0` and `2`."""
-    return nn.Sequential(Linear(channels_in, channels), nn.ReLU(), Linear(channels, channels))
+    return nn.Sequential(nn.Linear(channels_in, channels), nn.ReLU(), nn.Linear(channels, channels))
 
 
 def _classifier(channels: int, classes: int) -> nn.Sequential:
-    last = Linear(channels, classes)
+    last = nn.Linear(channels, classes)
     nn.init.constant_(last.bias, -math.log((1 - PRIOR) / PRIOR))
-    hidden = [[Linear(channels, channels), LayerNorm(channels), nn.ReLU()] for _ in range(2)]
+    hidden = [[nn.Linear(channels, channels), LayerNorm(channels), nn.ReLU()] for _ in range(2)]
     return nn.Sequential(*hidden[0], *hidden[1], last)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bevctl.config.schema import PetrConfig
-from bevctl.models.layers import LayerNorm, Linear, autocast_dtype, recompute
+from bevctl.models.layers import LayerNorm, autocast_dtype, recompute
 from bevctl.ops.linear import linear
 
 
@@ -37,26 +37,31 @@ class Attention(nn.Module):
         self.heads, self.dropout = heads, dropout
         self.in_proj_weight = nn.Parameter(torch.empty(3 * channels, channels))
         self.in_proj_bias = nn.Parameter(torch.zeros(3 * channels))
-        self.out_proj = Linear(channels, channels)
+        self.out_proj = nn.Linear(channels, channels)
         nn.init.zeros_(self.out_proj.bias)
         xavier_uniform(self)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None = None) -> Tensor:
         """(B, Q, C) of (B, L, C) keys and values; keys where `padding` (B, L) is True are passed over."""
-        channels = query.shape[-1]
         if key is query:
-            q, k = self._projected(query, 0, 2 * channels).chunk(2, dim=-1)
+            q, k = F.linear(query, *self._weights(0, 2)).chunk(2, dim=-1)
+            v = F.linear(value, *self._weights(2, 3))
         else:
-            q, k = self._projected(query, 0, channels), self._projected(key, channels, 2 * channels)
-        v = self._projected(value, 2 * channels, 3 * channels)
+            q, dtype = F.linear(query, *self._weights(0, 1)), autocast_dtype(key)
+            k, v = linear(key, *self._weights(1, 2), dtype), linear(value, *self._weights(2, 3), dtype)
         q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (q, k, v))
         mask = None if padding is None else ~padding[:, None, None]
         attended = F.scaled_dot_product_attention(q, k, v, mask, self.dropout if self.training else 0.0)
         projected: Tensor = self.out_proj(attended.transpose(1, 2).flatten(2))
         return projected
 
-    def _projected(self, x: Tensor, first: int, end: int) -> Tensor:
-        return linear(x, self.in_proj_weight[first:end], self.in_proj_bias[first:end], autocast_dtype(x))
+    def _weights(self, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """Weight and bias that project to some of query (0), key (1) and value (2)."""
+        channels = self.in_proj_weight.shape[1]
+        return (
+            self.in_proj_weight[first * channels : end * channels],
+            self.in_proj_bias[first * channels : end * channels],
+        )
 
 
 class PetrDecoderLayer(nn.Module):
@@ -70,8 +75,8 @@ class PetrDecoderLayer(nn.Module):
         channels = config.hidden
         self.self_attn = Attention(channels, config.attention_heads, config.dropout)
         self.cross_attn = Attention(channels, config.attention_heads, config.dropout)
-        self.linear1 = Linear(channels, config.ffn)
-        self.linear2 = Linear(config.ffn, channels)
+        self.linear1 = nn.Linear(channels, config.ffn)
+        self.linear2 = nn.Linear(config.ffn, channels)
         self.norm1, self.norm2, self.norm3 = (LayerNorm(channels, wide=True) for _ in range(3))
         self.dropout = nn.Dropout(config.dropout)
         xavier_uniform(self)
