@@ -135,6 +135,22 @@ def test_any_shape(seed: int, batch: int, size: tuple[int, int], layers: int) ->
     agree(called(inputs, one_shot_aggregation), expected, torch.float64)
 
 
+@pytest.mark.parametrize("size", [(1, 1), (1, 3), (3, 1)])
+@pytest.mark.parametrize("device", DEVICES)
+def test_maps_of_one_row_or_column(device: str, size: tuple[int, int]) -> None:
+    inputs = aggregation_inputs(6, 3, size, layers=2)
+    exact = [value.clone().requires_grad_() for value in inputs]
+    expected = called(exact, plain_aggregation)
+    with running("triton", device):
+        ours = leaves(inputs, device, torch.float32, narrow=4)
+        found = called(ours, one_shot_aggregation)
+        agree(found, expected, torch.float32)
+        # As the gradient of a map of one position often lies in memory.
+        grads = [torch.ones_like(x, memory_format=torch.contiguous_format) for x in found]
+        gradient = torch.autograd.grad(found, ours, grads)
+    agree(gradient, torch.autograd.grad(expected, exact, [torch.ones_like(x) for x in expected]), torch.float32)
+
+
 def test_hand_made() -> None:
     """One channel, one layer: a chain 2 → relu(2·3 − 1) = 5; together 2·1 + 5·(−1) + 4 = 1 and −2·1 + 4 = 2."""
     x = torch.tensor([[[[2.0, -2.0]]]])

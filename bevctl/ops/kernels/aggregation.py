@@ -183,5 +183,6 @@ def _sums(values: Tensor, grid: tuple[int, int, int]) -> Tensor:
 
 
 def _row_stride(values: Tensor) -> int:
-    """From a position to the next one, where channels are side by side."""
-    return values.stride(3) if values.shape[3] > 1 else values.stride(2)
+    """From a position to the next one, where channels are side by side; axes of one element may have any stride."""
+    axis = next((axis for axis in (3, 2) if values.shape[axis] > 1), 0)
+    return values.stride(axis)
