@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from bevctl.data.info import SampleInfo
     from bevctl.data.previous import PreviousFrames
 
+_UNPACK = "Unpack what is missing (`bevctl data check` counts it), or take keyframes: data.previous.source=keyframes."
 _REBUILD = "Rebuild the info files with `bevctl data prepare`, or set data.previous to what they hold."
 
 
@@ -39,9 +40,10 @@ def earlier_images(context: Context, plan: Plan) -> Outcome:
         if not followers:
             return failed(f"{split}: no sample has images of an earlier moment", _REBUILD)
         seen_by = [_looking_back(frames, sample) for sample in spread(followers, SAMPLES)]
-        problems = list(_problems(plan.data_root, seen_by))
-        if problems:
-            return failed(f"{split}: {'; '.join(problems[:3])}", _REBUILD)
+        for judge, fix in ((_unreadable, _UNPACK), (_misplaced, _REBUILD)):
+            problems = judge(plan.data_root, seen_by)
+            if problems:
+                return failed(f"{split}: {'; '.join(problems[:3])}", fix)
         longest = max(len(frames.moments(sample)) for sample in followers)
         told.append(f"{split}: {len(followers):,} of {len(info.samples):,} samples, up to {longest} moments each")
         short += [f"{split}: {text}" for text in _shortcomings(frames, config.data.previous, longest)]
@@ -60,19 +62,29 @@ def _looking_back(frames: PreviousFrames, sample: SampleInfo) -> SampleInfo:
     return dataclasses.replace(sample, cameras=images, boxes=boxes)
 
 
-def _problems(root: Path, samples: Sequence[SampleInfo]) -> Iterator[str]:
-    """What is wrong with samples whose cameras are those of an earlier moment."""
-    from bevctl.preflight.data_samples import bad_matrices, boxes_in_images, open_files
+def _unreadable(root: Path, samples: Sequence[SampleInfo]) -> list[str]:
+    """A sentence for each image that does not open."""
+    from bevctl.preflight.data_samples import open_files
 
-    for sample in samples:
-        yield from open_files(root, sample, cameras=True, points=False, width=0)[1]
-        yield from bad_matrices(sample)
-        for name, image in sample.cameras.items():
-            if image.timestamp >= sample.timestamp:
-                yield f"the earlier image of {name} of sample {sample.token} is not earlier"
+    opened = (open_files(root, sample, cameras=True, points=False, width=0) for sample in samples)
+    return [problem for _, problems in opened for problem in problems]
+
+
+def _misplaced(root: Path, samples: Sequence[SampleInfo]) -> list[str]:
+    """What is wrong with the poses and times of samples whose cameras are those of an earlier moment."""
+    from bevctl.preflight.data_samples import bad_matrices, boxes_in_images
+
+    problems = [problem for sample in samples for problem in bad_matrices(sample)]
+    problems += [
+        f"the earlier image of {name} of sample {sample.token} is not earlier"
+        for sample in samples
+        for name, image in sample.cameras.items()
+        if image.timestamp >= sample.timestamp
+    ]
     seen, total = boxes_in_images(root, samples)
     if total and seen / total < LOW_SHARE:
-        yield f"{seen} of {total} boxes land in an earlier image ({seen / total:.0%})"
+        problems.append(f"{seen} of {total} boxes land in an earlier image ({seen / total:.0%})")
+    return problems
 
 
 def _shortcomings(frames: PreviousFrames, config: PreviousFrameConfig, longest: int) -> Iterator[str]:

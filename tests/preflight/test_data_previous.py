@@ -77,6 +77,7 @@ def test_a_missing_earlier_image_fails(root: Path, make_context: MakeContext) ->
     outcome = earlier_images(_context(make_context, root))
     assert outcome.status == CheckStatus.FAIL
     assert "CAM_BACK file" in outcome.found
+    assert "data.previous.source=keyframes" in outcome.fix
 
 
 def test_poses_that_put_boxes_elsewhere_fail(root: Path, make_context: MakeContext) -> None:
