@@ -206,12 +206,23 @@ def loss_scale_sound(_: Context, report: CheckpointReport) -> Outcome:
 def start_weights(context: Context) -> Outcome:
     """FILE009: pretrained backbones and load_from exist, are whole, and fit."""
     sources = list(_sources(context))
+    if not sources and _keeps_initial_statistics(context):
+        return warned(
+            "model.camera.norm_eval keeps the statistics of BatchNorms, but these are of no pretrained weights: "
+            "the image backbone hardly normalises",
+            "Give model.camera.pretrained or model.load_from, or set model.camera.norm_eval to false.",
+        )
     if not sources:
         return skipped("the run starts from no pretrained weights")
     outcomes = [_judge_source(context, key, name) for key, name in sources]
     order = (CheckStatus.FAIL, CheckStatus.WARN, CheckStatus.PASS)
     worst = min(outcomes, key=lambda outcome: order.index(outcome.status))
     return Outcome(worst.status, "; ".join(outcome.found for outcome in outcomes), worst.fix)
+
+
+def _keeps_initial_statistics(context: Context) -> bool:
+    camera = None if context.config is None else context.config.model.camera
+    return context.resume is None and camera is not None and camera.norm_eval
 
 
 def _sources(context: Context) -> Iterator[tuple[str, str]]:

@@ -21,6 +21,7 @@ from bevctl.preflight.checks import Context, Outcome
 from bevctl.preflight.request import context_of_config
 from tests.engine.bad_checkpoints import SCALER, broken_bytes, mmcv, mmengine_history, names_code, save
 from tests.models.nano import nano_config
+from tests.models.nano_petrv2 import nano_petrv2_config
 
 
 def judge(context: Context, id: str) -> Outcome:
@@ -222,6 +223,19 @@ def test_pretrained_backbone_that_is_missing_or_another(tmp_path: Path) -> None:
     outcome = judge(with_backbone(tmp_path, other), "FILE009")
     assert outcome.status == CheckStatus.FAIL
     assert "Not one of the 1 entries" in outcome.found
+
+
+def test_statistics_that_stand_still_want_pretrained_weights(tmp_path: Path) -> None:
+    config = nano_petrv2_config(**{"model.camera.norm_eval": True})
+    outcome = judge(context(tmp_path, None, config), "FILE009")
+    assert outcome.status == CheckStatus.WARN
+    assert "of no pretrained weights" in outcome.found
+    assert "model.camera.pretrained" in outcome.fix
+    weights = save({"state_dict": build_model(config).state_dict()}, tmp_path / "start.pth")
+    loaded = nano_petrv2_config(**{"model.camera.norm_eval": True, "model.load_from": (str(weights),)})
+    assert judge(context(tmp_path, None, loaded), "FILE009").status == CheckStatus.PASS
+    assert judge(context(tmp_path, str(weights), config), "FILE009").status == CheckStatus.SKIP
+    assert judge(context(tmp_path, None, nano_petrv2_config()), "FILE009").status == CheckStatus.SKIP
 
 
 def test_weights_that_a_new_run_starts_from(tmp_path: Path) -> None:
