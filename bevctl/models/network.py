@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from bevctl.batch import Batch, Predictions
 from bevctl.errors import BevctlError, did_you_mean
+
+_Self = TypeVar("_Self", bound="Network")
 
 
 class Network(nn.Module):
@@ -37,7 +39,7 @@ class Network(nn.Module):
             self._frozen.append(name)
         self.train(self.training)
 
-    def train(self, mode: bool = True) -> Network:
+    def train(self: _Self, mode: bool = True) -> _Self:
         """As of any module, except that frozen modules stay in evaluation mode."""
         super().train(mode)
         for name in self._frozen:
