@@ -14,7 +14,7 @@ import torch
 from bevctl.batch import AnyBatch
 from bevctl.config.load import from_dict, load
 from bevctl.config.schema import Config
-from bevctl.diagnose import speed_causes, speed_trials
+from bevctl.diagnose import speed_causes, speed_ceiling, speed_trials
 from bevctl.diagnose.report import DiagnoseFinding, DiagnoseRequest, Remedy, Table
 from bevctl.diagnose.subject import Subject
 from bevctl.engine.dist import World, select_device
@@ -59,17 +59,17 @@ def rehearse_speed(request: DiagnoseRequest, subject: Subject, steps: int) -> Re
     base = "tf32" if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) else "fp32"
     rate = matmul_rate(half, device) / matmul_rate(base, device)
     found = speed_causes.causes(profiles[asked], profiles["fp32"])
-    limit = speed_causes.ceiling(profiles[half], profiles["fp32"], rate)
+    limit = speed_ceiling.ceiling(profiles[half], profiles["fp32"], rate)
     request.say("Trying remedies")
     before, tried = speed_trials.try_remedies(config, asked, device, steps, TRIALS_S, request.say)
     helpful = tuple(sorted((t.remedy() for t in tried if t.remedy().verified), key=lambda r: r.step_time or 1.0))
-    told = speed_causes.verdict(found, limit)
+    told = speed_ceiling.verdict(found, limit)
     findings = [cause.finding() for cause in found]
     if told is not None:
         findings.insert(0, dataclasses.replace(told, fix=_also(profiles[asked], helpful)))
     where = "batches of its data set" if _has_data(config) else "samples made in memory"
     said = f"{config.name}: {steps} steps in {', '.join(n.upper() for n in profiles)} on {device.type}, {where}"
-    return Rehearsed(findings, [*speed_causes.tables(profiles[asked]), speed_trials.table(before, tried)], [said])
+    return Rehearsed(findings, [*speed_ceiling.tables(profiles[asked]), speed_trials.table(before, tried)], [said])
 
 
 def _also(profile: StepProfile, helpful: tuple[Remedy, ...]) -> tuple[Remedy, ...]:

@@ -55,8 +55,8 @@ class Plan:
     warmup: int
     typical: Need
     """With typical samples."""
-    large: Need
-    """With samples of the 99th percentile."""
+    large: int
+    """Bytes of the device with samples of the 99th percentile."""
     step: StepTime | None
     """Of one batch; None where nothing was measured."""
     steps: int
@@ -121,7 +121,7 @@ class Plan:
             "allocated_bytes": self.typical.allocated,
             "reserved_bytes": self.typical.reserved,
             "device_bytes": self.typical.device,
-            "device_bytes_p99": self.large.device,
+            "device_bytes_p99": self.large,
             "s_per_iter": self.step_s,
             "s_per_iter_measured": self.step is not None and self.step.measured,
             "epoch_s": self.epoch_s,
@@ -148,7 +148,7 @@ class Planner:
     def __init__(self, config: Config, sizes: Sizes, times: StepTimes, job: Job, card: int | None = None) -> None:
         self._config, self._sizes, self._times, self._job, self._card = config, sizes, times, job, card
         self._typical = Predictor(config, sizes.typical, job.gpus)
-        self._large = self._typical if sizes.p99 == sizes.typical else Predictor(config, sizes.p99, job.gpus)
+        self._growth = 0 if sizes.p99 == sizes.typical else None
         self._norms_of_batches = has_norms_of_batches(config)
 
     def plans(self) -> list[Plan]:
@@ -165,7 +165,8 @@ class Planner:
         growth = batch * accumulate / step_samples
         batches = max(1, self._job.samples // (batch * self._job.gpus))
         setting = (precision, batch, bool(checkpointing))
-        typical, large = (p.need(precision, batch, checkpointing) for p in (self._typical, self._large))
+        typical = self._typical.need(precision, batch, checkpointing)
+        large = typical.device + batch * self._more(precision)
         chance = self._chance(typical, large, batch, batches)
         return Plan(
             name=precision + (f"_batch{batch}" if batch > 1 else "") + ("_checkpoint" if checkpointing else ""),
@@ -201,14 +202,22 @@ class Planner:
         if checkpointing:
             yield "a second forward pass"
 
-    def _chance(self, typical: Need, large: Need, batch: int, steps: int) -> float | None:
+    def _more(self, precision: str) -> int:
+        """What a large sample takes more than a typical one, taken from half precision without recomputing."""
+        if self._growth is None:
+            asked = (_HALF, 1, ())
+            large = Predictor(self._config, self._sizes.p99, self._job.gpus).need(*asked).device
+            self._growth = max(0, large - self._typical.need(*asked).device)
+        return self._growth * (2 if precision == _FULL else 1)
+
+    def _chance(self, typical: Need, large: int, batch: int, steps: int) -> float | None:
         """From what the samples' sizes add to a batch of typical ones."""
         if self._card is None:
             return None
         low, high = _extent(self._sizes.typical), _extent(self._sizes.p99)
         if high == low:
             return float(typical.device > self._card)
-        slope = (large.device - typical.device) / (batch * (high - low))
+        slope = (large - typical.device) / (batch * (high - low))
         room = self._card - typical.device + batch * slope * low
         return chance_of_running_out([slope * _extent(size) for size in self._sizes.each], room, batch, steps)
 
@@ -218,7 +227,7 @@ def best_fit(candidates: Sequence[Plan], card: int) -> Plan | None:
 
     None where nothing fits with `MARGIN` to spare.
     """
-    fitting = [plan for plan in candidates if plan.large.device <= card * (1 - MARGIN)]
+    fitting = [plan for plan in candidates if plan.large <= card * (1 - MARGIN)]
     return min(fitting, key=lambda plan: plan.relative_cost, default=None)
 
 

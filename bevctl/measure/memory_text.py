@@ -70,7 +70,7 @@ def _name(plan: Plan) -> str:
 def _plan_row(plan: Plan) -> list[object]:
     chance = [f"{plan.chance:.2%}"] if plan.chance is not None else []
     settings = [_name(plan), plan.batch, plan.accumulate, plan.workers, f"{plan.lr:g}", plan.warmup]
-    return [*settings, *map(format_gib, (plan.typical.allocated, plan.typical.device, plan.large.device)), *chance]
+    return [*settings, *map(format_gib, (plan.typical.allocated, plan.typical.device, plan.large)), *chance]
 
 
 def _times(plan: Plan) -> list[object]:
@@ -97,5 +97,5 @@ def verdict(report: MemoryReport, plan: Plan) -> str:
     name = f"{plan.name} (plan {plan.letter})" if plan.letter is not None else plan.name
     return (
         f"For {format_gib(report.card)}: {name}, the fastest with {MARGIN:.0%} to spare: "
-        f"{format_gib(plan.large.device)} on the device with large samples, lr {plan.lr:g}"
+        f"{format_gib(plan.large)} on the device with large samples, lr {plan.lr:g}"
     )

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from bevctl.diagnose import speed_causes
-from bevctl.diagnose.speed_causes import Cause, causes, ceiling, verdict
+from bevctl.diagnose.speed_causes import Cause, causes
+from bevctl.diagnose.speed_ceiling import HEALTHY, ceiling, verdict
 from bevctl.measure.bench import matmul_rate
 from bevctl.measure.step_profile import StepProfile, Workload, profile_step
 from tests.diagnose.slow_models import (
@@ -72,7 +73,7 @@ def test_a_healthy_step_has_no_fault_and_says_how_much_it_gains() -> None:
     print(told.title, limit.sentence())
     assert [cause.title for cause in found if cause.lost >= speed_causes.WORTH] == []
     assert told.title.startswith("no fault: at ")
-    assert limit.share > speed_causes.HEALTHY
+    assert limit.share > HEALTHY
     assert half.kernels is not None
     print([(name[:120], f"{1e3 * seconds:.2f} ms") for name, seconds, _ in half.kernels.longest])
     assert half.kernels.half_products > 0.5 * half.kernels.products

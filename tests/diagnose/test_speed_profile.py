@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from bevctl.diagnose import speed_causes
-from bevctl.diagnose.speed_causes import Cause, Ceiling, causes, ceiling, tables, verdict
+from bevctl.diagnose.speed_causes import Cause, causes
+from bevctl.diagnose.speed_ceiling import Ceiling, ceiling, tables, verdict
 from bevctl.measure.kernel_record import BACKWARD, COPY, KERNEL, PART, WAIT, KernelRecord, Span, summarise
 from bevctl.measure.step_profile import StepProfile, Workload, profile_step
 from bevctl.numerics.census import ODD, OFF, OUT_OF_REACH, SMALL, Census

@@ -22,6 +22,7 @@ from bevctl.diagnose import (
     rank_findings,
     signatures,
     speed_causes,
+    speed_ceiling,
     unstable_loss,
 )
 from bevctl.diagnose.signatures import SIGNATURES
@@ -50,7 +51,7 @@ def test_every_id_is_explained() -> None:
     [
         ((oom,), "diagnose_oom"),
         ((hang, rank_findings), "diagnose_hang"),
-        ((no_speedup, speed_causes), "diagnose_speed"),
+        ((no_speedup, speed_causes, speed_ceiling), "diagnose_speed"),
     ],
 )
 def test_every_id_of_memory_time_and_silence_is_explained(modules: tuple[ModuleType, ...], family: str) -> None:

@@ -96,8 +96,8 @@ def test_the_fastest_plan_that_fits_with_large_samples_is_chosen() -> None:
     plans = planner().plans()
     assert best_fit(plans, 2**40) is min(plans, key=lambda plan: plan.relative_cost)
     assert best_fit(plans, 10_000) is None
-    needs = sorted(plans, key=lambda plan: plan.large.device)
-    tight = best_fit(plans, round(needs[0].large.device / (1 - MARGIN)) + 1)
+    needs = sorted(plans, key=lambda plan: plan.large)
+    tight = best_fit(plans, round(needs[0].large / (1 - MARGIN)) + 1)
     assert tight is needs[0]
 
 
@@ -110,9 +110,9 @@ def test_a_measured_plan_that_is_faster_is_preferred() -> None:
 
 def test_a_card_with_room_for_typical_samples_only_may_run_out() -> None:
     plan = planner().plan("fp16", 4, ())
-    between = (plan.typical.device + 2 * plan.large.device) // 3
+    between = (plan.typical.device + 2 * plan.large) // 3
     assert plan.chance is None
-    assert planner(card=2 * plan.large.device).plan("fp16", 4, ()).chance == 0.0
+    assert planner(card=2 * plan.large).plan("fp16", 4, ()).chance == 0.0
     chance = planner(card=between).plan("fp16", 4, ()).chance
     assert chance is not None
     assert 0.001 < chance <= 1.0

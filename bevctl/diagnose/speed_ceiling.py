@@ -1,0 +1,100 @@
+"""How much half precision can give a profiled step at most, how much of it is there, and where the step's time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bevctl.diagnose.report import DiagnoseFinding, Table
+from bevctl.diagnose.speed_causes import WORTH, Cause
+from bevctl.finding import Evidence, Severity
+from bevctl.measure.step_profile import StepProfile
+from bevctl.numerics.census import ODD, OFF, OUT_OF_REACH, SMALL
+
+CEILING = "SPEED119"
+HEALTHY = 0.7
+"""Part of the ceiling that a run without fault reaches at least."""
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """How fast half precision can be here, against FP32, and how fast it is."""
+
+    most: float
+    reached: float
+    because: str
+
+    @property
+    def share(self) -> float:
+        """Of what half precision can give: 1 where the whole possible gain is there."""
+        return min(1.0, self.reached / self.most)
+
+    def sentence(self) -> str:
+        return f"Half precision can give at most {self.most:.2f} × here, because {self.because}"
+
+
+def ceiling(half: StepProfile, single: StepProfile, rate: float) -> Ceiling:
+    """What half precision can give at most.
+
+    Products become `rate` times as fast and everything else in the model moves half the bytes; the wait for data, the
+    time without any operation and the optimizer stay as they are.
+
+    Args:
+        rate: arithmetic a second in half precision over that in FP32, measured.
+    """
+    waiting = single.data_wait or 0.0
+    fixed = waiting + single.idle + single.optimizer
+    rest = max(single.iteration - fixed - single.products, 0.0)
+    most = single.iteration / (fixed + single.products / max(rate, 1.0) + rest / 2)
+    shares = {
+        "waits for data": waiting,
+        "is time without any operation": single.idle,
+        "is the optimizer": single.optimizer,
+        "is not matrix arithmetic, and gains twice at most": rest,
+        f"is matrix arithmetic, {rate:.1f} × as fast in half precision": single.products,
+    }
+    told = [f"{seconds / single.iteration:.0%} of the FP32 iteration {name}" for name, seconds in shares.items()]
+    kept = [
+        sentence for sentence, seconds in zip(told, shares.values(), strict=True) if seconds > 0.03 * single.iteration
+    ]
+    return Ceiling(most, single.iteration / half.iteration, ", ".join(kept))
+
+
+def verdict(found: Sequence[Cause], limit: Ceiling | None) -> DiagnoseFinding | None:
+    """The ceiling; a run without fault says so first. None where nothing was compared with FP32."""
+    if limit is None:
+        return None
+    at = f"at {limit.share:.0%} of what half precision can give"
+    fault = any(cause.lost >= WORTH for cause in found) and limit.share < 1.0
+    title = f"Half precision gives {limit.reached:.2f} ×, {at}" if fault else f"no fault: {at} ({limit.reached:.2f} ×)"
+    return DiagnoseFinding(CEILING, Severity.INFO, 0.8, title, (Evidence("ceiling", limit.sentence()),), "")
+
+
+def tables(half: StepProfile) -> list[Table]:
+    """Where the step's time goes, and in which format its arithmetic ran."""
+    names = {"waiting for data": half.data_wait or 0.0, **half.split}
+    rows = [(name, 1e3 * s, s / half.iteration) for name, s in names.items() if s > 0]
+    if half.kernels is not None:
+        kernels = half.kernels
+        more = {
+            "of it: no kernel runs": half.idle,
+            "of it: copies to the device": kernels.to_device,
+            "of it: channels turned for convolutions": kernels.layout,
+            "of it: exchange between GPUs": kernels.communication,
+            "of it: the host waits": kernels.waits,
+        }
+        rows += [(name, 1e3 * s, s / half.iteration) for name, s in more.items()]
+    flops = max(half.census.total("flops"), 1)
+    whys = {why: sum(g.why[why] for g in half.census.groups.values()) for why in (OFF, OUT_OF_REACH, ODD, SMALL)}
+    planar = half.census.total("planar_flops")
+    formats = [("in half precision", half.census.total("half_flops") / flops)]
+    formats += [(f"eligible, {why}", count / flops) for why, count in whys.items()]
+    formats += [("convolutions whose channels are not last", planar / flops)]
+    if half.kernels is not None and half.products:
+        formats.append(
+            ("kernels of products in half precision, of their time", half.kernels.half_products / half.products)
+        )
+    return [
+        Table("split", f"A step in {half.precision.upper()}, batch {half.batch}", ("what", "ms", "share"), rows),
+        Table("formats", "Arithmetic (products, convolutions, attention)", ("what", "share"), formats),
+    ]
