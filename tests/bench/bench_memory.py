@@ -213,7 +213,7 @@ def predicted_again(document: dict[str, Any], config: Config) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="bevfusion_multitask_fp16")
-    parser.add_argument("--only", choices=("fp16", "fp32"), help="rows of one precision")
+    parser.add_argument("--only", choices=("fp16", "fp32", "caps"), help="rows of one precision, or none")
     parser.add_argument("--processes", type=int, default=6, help="that predict meanwhile")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--read", type=Path)
