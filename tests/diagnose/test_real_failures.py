@@ -43,15 +43,21 @@ def training(folder: Path, *arguments: str, **overrides: object) -> Iterator[tup
         "--no-preflight",
         *arguments,
     ]
-    with subprocess.Popen(
-        command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    ) as process:
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             wait_for(lambda: (run / "log.jsonl").is_file() and (run / "log.jsonl").stat().st_size > 0)
             yield process, run
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            end_with_children(process.pid)
+
+
+def end_with_children(pid: int) -> None:
+    """Kills a process and all below it: ranks live in sessions of their own."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        for process in (*root.children(recursive=True), root):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -77,13 +83,11 @@ def test_a_rank_that_is_stopped_is_named(invoke: Invoke, tmp_path: Path) -> None
 @pytest.mark.slow
 def test_a_loading_process_that_is_killed_is_named(invoke: Invoke, tmp_path: Path) -> None:
     with training(tmp_path, "--device", "cpu", **{"train.workers": 1}) as (process, run):
-
-        def workers() -> list[psutil.Process]:
-            return psutil.Process(process.pid).children() if psutil.pid_exists(process.pid) else []
-
+        parent = psutil.Process(process.pid)
         while process.poll() is None:
-            for worker in workers():
-                worker.kill()
+            with contextlib.suppress(psutil.Error):  # it may end any moment
+                for worker in parent.children():
+                    worker.kill()
             time.sleep(0.02)
         assert process.returncode == 4
         result = invoke("diagnose", "oom", run, "--json")
