@@ -114,7 +114,9 @@ def command(
     from bevctl.measure.memory_text import tables
 
     compared = measure(config, select_device(config.device), console.info) if measuring else None
-    seconds = compared.measured.step_s if compared is not None else step_time
+    # Plans count with batches, of which a step may have several.
+    told = step_time / config.train.accumulate if step_time is not None else None
+    seconds = compared.measured.step_s if compared is not None else told
     known = _times(console, config, seconds, times)
     with _running_on(kernels):
         report = dataclasses.replace(examine(config, known, gpus, price, fit, console.info), comparison=compared)
