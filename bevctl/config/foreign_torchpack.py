@@ -105,14 +105,19 @@ class _Expressions:
     def _expression(self, text: str, origin: Origin | None) -> Any:
         if text in self._open:
             return Unresolved(text, "it refers to itself")
+        where, line = (origin.where, origin.line) if origin else ("the config", 1)
         self._open.append(text)
         try:
             tree = parse(text[2:-1].strip(), "eval")
             assert isinstance(tree, ast.Expression)
-            refuse_code(tree, origin.where if origin else "the config", origin.line if origin else 1)
+            refuse_code(tree, where, line)
             names = _Names(self._values, self._value)
             return self._value(Evaluator(names, lambda line: Origin("file", "expression", line)).value(tree.body))
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            if isinstance(error, RecursionError | MemoryError) or "nested" in str(error):
+                raise BevctlError(
+                    f"{where}:{line}: an expression is nested too deeply to read.", "Write the value out."
+                ) from None
             return Unresolved(text, "not a valid expression")
         finally:
             self._open.pop()

@@ -95,6 +95,8 @@ def test_tags_of_yaml_make_nothing(tmp_path: Path, tag: str, form: str) -> None:
         ("deep.py", "model = " + "(" * 90 + "1" + ",)" * 90 + "\nx = " + "a." * 60_000 + "b"),
         ("deep.yaml", "optimizer: " + "{a: " * 5000 + "1" + "}" * 5000),
         ("deep.yaml", "optimizer: " + "[" * 20_000),
+        ("deep.yaml", "optimizer: ${" + "(" * 300 + "1" + ")" * 300 + "}"),
+        ("deep.yaml", "optimizer: ${" + "-" * 100_000 + "1}"),
         ("deep.yaml", "".join(f"{' ' * i}a:\n" for i in range(600)) + " " * 600 + "b: 1\noptimizer: 1\n"),
     ],
 )
@@ -103,8 +105,13 @@ def test_deep_nesting(tmp_path: Path, name: str, text: str) -> None:
     refused(tmp_path / name)
 
 
-def test_an_expression_without_end_is_left_unresolved(tmp_path: Path) -> None:
+def test_an_expression_without_end_is_refused(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text('optimizer: {lr: "${' + "(" * 5000 + '}"}\n')
+    assert "c.yaml:1: an expression is nested too deeply to read" in refused(tmp_path / "c.yaml")
+
+
+def test_an_expression_that_is_none_is_left_unresolved(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text('optimizer: {lr: "${1 +}"}\n')
     assert read_foreign(tmp_path / "c.yaml").get("optimizer.lr") is None
 
 
