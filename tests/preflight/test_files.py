@@ -163,7 +163,7 @@ def test_launcher_of_mit_bevfusion(
     site.mkdir()
     executable = environments.interpreter(tmp_path, Path(sys.executable), site)
     text = "model: {encoders: null}\n"
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setenv("PATH", str(tmp_path / "no programs"))
     outcome = judge(foreign(text, ".yaml", python=str(executable)), "FILE010")
     assert outcome.status == CheckStatus.FAIL
     assert "torchpack is not installed" in outcome.found
