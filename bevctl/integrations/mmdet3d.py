@@ -75,14 +75,15 @@ def _square(matrix: Tensor) -> Tensor:
     return whole
 
 
-@MODELS.register_module()
-class BevctlLSSTransform(LSSTransform):
-    """LSSTransform of mmdet3d's BEVFusion project, with the fused lift-splat.
+class _ViewArguments:
+    """Arguments of mmdet3d's view transforms, for ours.
 
     Args:
         feature_size: h, w of the features, an eighth of image_size.
         xbound: first, end and cell in metres; likewise ybound and zbound, and dbound for the depth bins.
     """
+
+    _kind: str
 
     def __init__(
         self,
@@ -96,8 +97,15 @@ class BevctlLSSTransform(LSSTransform):
         dbound: Bound,
         downsample: int = 1,
     ) -> None:
-        config = _config("lss", out_channels, (xbound, ybound, zbound), dbound, downsample)
-        super().__init__(config, _checked(image_size, feature_size), in_channels)
+        config = _config(self._kind, out_channels, (xbound, ybound, zbound), dbound, downsample)
+        super().__init__(config, _checked(image_size, feature_size), in_channels)  # type: ignore[call-arg]
+
+
+@MODELS.register_module()
+class BevctlLSSTransform(_ViewArguments, LSSTransform):
+    """LSSTransform of mmdet3d's BEVFusion project, with the fused lift-splat; see `_ViewArguments`."""
+
+    _kind = "lss"
 
     def forward(  # type: ignore[override]
         self,
@@ -117,23 +125,10 @@ class BevctlLSSTransform(LSSTransform):
 
 
 @MODELS.register_module()
-class BevctlDepthLSSTransform(DepthLSSTransform):
-    """DepthLSSTransform of mmdet3d's BEVFusion project, with the fused lift-splat; see `BevctlLSSTransform`."""
+class BevctlDepthLSSTransform(_ViewArguments, DepthLSSTransform):
+    """DepthLSSTransform of mmdet3d's BEVFusion project, with the fused lift-splat; see `_ViewArguments`."""
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        image_size: Size,
-        feature_size: Size,
-        xbound: Bound,
-        ybound: Bound,
-        zbound: Bound,
-        dbound: Bound,
-        downsample: int = 1,
-    ) -> None:
-        config = _config("depth_lss", out_channels, (xbound, ybound, zbound), dbound, downsample)
-        super().__init__(config, _checked(image_size, feature_size), in_channels)
+    _kind = "depth_lss"
 
     def forward(  # type: ignore[override]
         self,
