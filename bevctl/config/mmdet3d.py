@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from bevctl.config.layers import Layer
-from bevctl.config.mmdet3d_keys import nested, translate
+from bevctl.config.mmdet3d_keys import translate
+from bevctl.config.sections import sections_of
 from bevctl.config.sources import Given, data_layer, value_layer
 from bevctl.errors import BevctlError
 
@@ -106,7 +107,7 @@ def read_mmdet3d(path: Path) -> tuple[list[Layer], list[str]]:
         ) from error
     parts = dict.fromkeys(("camera", "lidar", "object", "map"))
     model = {"type": "mmdet3d", **parts, "mmdet3d": {"config": str(path.resolve())}}
-    values = nested(found.values)
+    values = sections_of(found.values)
     values["model"] = {**values.get("model", {}), **model}
     layers = [value_layer("name", Given(path.stem, str(path)), "file"), data_layer(values, str(path))]
     return layers, found.sentences(path.name)

@@ -256,15 +256,3 @@ def _list(value: Any) -> list[Any]:
 
 def _floats(values: Any) -> list[float] | None:
     return [float(v) for v in values] if values else None
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted key as sections inside each other."""
-    document: dict[str, Any] = {}
-    for key, value in values.items():
-        *sections, name = key.split(".")
-        place = document
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[name] = value
-    return document

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from bevctl.config.sections import sections_of
 from bevctl.diagnose.report import DiagnoseFinding, Remedy
 from bevctl.files import atomic_write_text
 
@@ -35,7 +36,7 @@ def write_fix(path: Path, findings: Sequence[DiagnoseFinding]) -> list[Remedy]:
     """
     remedies = chosen_remedies(findings)
     if remedies:
-        atomic_write_text(path, "".join(map(_comment, remedies)) + yaml.safe_dump(_nested(remedies), sort_keys=False))
+        atomic_write_text(path, "".join(map(_comment, remedies)) + yaml.safe_dump(_document(remedies), sort_keys=False))
     return remedies
 
 
@@ -44,13 +45,7 @@ def _comment(remedy: Remedy) -> str:
     return f"# {' '.join(remedy.why.split())} ({proof})\n"
 
 
-def _nested(remedies: Sequence[Remedy]) -> dict[str, Any]:
-    """The settings as sections, as a config file has them."""
-    document: dict[str, Any] = {}
-    for key, value in ((key, value) for remedy in remedies for key, value in remedy.set.items()):
-        *sections, name = key.split(".")
-        place = document
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[name] = list(value) if isinstance(value, tuple) else value
-    return document
+def _document(remedies: Sequence[Remedy]) -> dict[str, Any]:
+    """The settings as a config file has them."""
+    values = {key: value for remedy in remedies for key, value in remedy.set.items()}
+    return sections_of({key: list(value) if isinstance(value, tuple) else value for key, value in values.items()})

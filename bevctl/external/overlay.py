@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from bevctl.config.foreign import ForeignConfig
+from bevctl.config.sections import sections_of
 from bevctl.errors import BevctlError
 from bevctl.files import atomic_write_text
 
@@ -37,7 +38,7 @@ def python_overlay(config: ForeignConfig, changes: Mapping[str, Any], work_dir: 
     """An mmcv or mmengine config over the project's, under the same name, with the changed values alone."""
     head = f"# Written by bevctl for the run in {work_dir}: what differs from the config below.\n"
     lines = [f"_base_ = [{str(config.path.absolute())!r}]"]
-    lines += [f"{key} = {_source(value)}" for key, value in _over(config.values, _nested(changes)).items()]
+    lines += [f"{key} = {_source(value)}" for key, value in _over(config.values, sections_of(changes)).items()]
     return Overlay(work_dir / FOLDER / config.path.name, head + "\n".join(lines) + "\n")
 
 
@@ -56,17 +57,6 @@ def yaml_overlay(config: ForeignConfig, changes: Mapping[str, Any], work_dir: Pa
         holder[name] = value
     head = f"# Written by bevctl for the run in {work_dir}: {config.path} with {', '.join(changes)} changed.\n"
     return Overlay(work_dir / FOLDER / config.path.name, head + yaml.safe_dump(document, sort_keys=False))
-
-
-def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for dotted, value in changes.items():
-        *parents, name = dotted.split(".")
-        holder = nested
-        for key in parents:
-            holder = holder.setdefault(key, {})
-        holder[name] = value
-    return nested
 
 
 def _over(below: Mapping[str, Any], values: dict[str, Any]) -> dict[str, Any]:

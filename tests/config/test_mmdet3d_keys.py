@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bevctl.config.load import from_dict
-from bevctl.config.mmdet3d_keys import inner_data_set, nested, translate, type_name
+from bevctl.config.mmdet3d_keys import inner_data_set, translate, type_name
 from bevctl.config.schema import Config
+from bevctl.config.sections import sections_of
 
 ADAMW = {"type": "AdamW", "lr": 1e-4, "weight_decay": 0.05, "betas": (0.95, 0.99)}
 EPOCHS = {"type": "EpochBasedTrainLoop", "max_epochs": 12, "val_interval": 2}
@@ -20,7 +21,7 @@ NUSCENES = {"dataset": {"type": "NuScenesDataset", "ann_file": "val.pkl"}}
 def _config(**sections: Any) -> Config:
     """The config of ours that sections of an mmengine config become."""
     base = {"optim_wrapper": {"optimizer": ADAMW}, "train_cfg": EPOCHS, "val_dataloader": NUSCENES}
-    return from_dict(nested(translate({**base, **sections}).values))
+    return from_dict(sections_of(translate({**base, **sections}).values))
 
 
 def test_optimizer_loop_and_data() -> None:

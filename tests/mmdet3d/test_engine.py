@@ -14,8 +14,9 @@ import torch
 
 from bevctl.config.load import from_dict, load
 from bevctl.config.mmdet3d import allow, read_mmdet3d
-from bevctl.config.mmdet3d_keys import nested, translate
+from bevctl.config.mmdet3d_keys import translate
 from bevctl.config.schema import Config
+from bevctl.config.sections import sections_of
 from bevctl.data.mmdet3d import Mmdet3dSamples
 from bevctl.engine.checkpoint import read_checkpoint
 from bevctl.engine.schedule import Schedule
@@ -193,7 +194,7 @@ def test_the_schedule_is_that_of_mmengine(schedulers: list[dict[str, Any]]) -> N
             "train_cfg": {"by_epoch": True, "max_epochs": 6},
         }
     )
-    ours = Schedule(from_dict(nested(translated.values)).optim, total=6 * length)
+    ours = Schedule(from_dict(sections_of(translated.values)).optim, total=6 * length)
     optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=lr)
     built = []
     for scheduler in schedulers:
