@@ -178,9 +178,9 @@ def command(
         find_checkpoint(name, work_dir_of(config))
     run = RunOptions(resume, min_loaded, max_iters)
     cluster = Cluster(gpus or 1, nnodes, rdzv_endpoint)
-    for key in found if dry_run else ():
-        console.info(f"{key}: auto is found when training starts; shown as configured")
     if dry_run:
+        for key in found:
+            console.info(f"{key}: auto is found when training starts; shown as configured")
         return _preview(config, run, cluster, console)
     if not no_preflight and is_first_process():
         check_start(config, gpus, resume, console)

@@ -15,6 +15,7 @@ from torch import distributed, nn
 from bevctl.errors import BevctlError, ExitCode
 
 _TIMEOUT = datetime.timedelta(minutes=30)
+_ALLOCATOR_VARIABLES = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
 _Result = TypeVar("_Result")
 
 
@@ -48,8 +49,6 @@ def world_from_environment(environ: Mapping[str, str] = os.environ) -> World:
             "Start with `bevctl train --gpus N` or torchrun, or unset RANK, WORLD_SIZE and LOCAL_RANK.",
         )
     return World(*(int(found[name]) for name in names))
-
-_ALLOCATOR_VARIABLES = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
 
 
 def select_device(requested: str, world: World = World()) -> torch.device:

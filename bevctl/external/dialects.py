@@ -206,4 +206,3 @@ _WORDS: Mapping[str, Words] = {
     "torchpack": _words_torchpack,
     "openpcdet": _words_openpcdet,
 }
-

@@ -17,7 +17,7 @@ from bevctl.external.process import left_behind
 
 from .trees import write
 
-TRAIN = '''
+TRAIN = """
 import argparse, os, time
 import torch
 import torch.distributed as dist
@@ -56,7 +56,7 @@ for epoch in range(start + 1, 4):
         torch.save({"state_dict": model.module.state_dict(), "meta": {"epoch": epoch, "iter": 4 * epoch}},
                    os.path.join(args.work_dir, "epoch_%d.pth" % epoch))
     dist.barrier()
-'''
+"""
 
 
 def begin(folder: Path, *more: str) -> subprocess.Popen[str]:
