@@ -64,6 +64,17 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def full_float32() -> Iterator[None]:
+    """No TF32 in convolutions, so that FP32 on a GPU can be compared with the CPU."""
+    import torch
+
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.fixture
 def invoke() -> Callable[..., Outcome]:
     """Runs `bevctl <arguments>` in this process."""
 

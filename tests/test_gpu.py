@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import cast
 
 import pytest
@@ -29,17 +28,9 @@ from tests.waits import host_never_waits
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    pytest.mark.usefixtures("full_float32"),
 ]
 CUDA = torch.device("cuda")
-
-
-@pytest.fixture(autouse=True)
-def _full_float32() -> Iterator[None]:
-    """No TF32, so that FP32 on the GPU can be compared with the CPU."""
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cudnn.allow_tf32 = before
 
 
 def _losses(config: Config, device: torch.device) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -27,18 +27,11 @@ from tests.waits import host_never_waits
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    pytest.mark.usefixtures("full_float32"),
 ]
 CUDA = torch.device("cuda")
 SHIPPED = {"precision.fp32_modules": load("petrv2").config.precision.fp32_modules}
 QUERIES, FEATURES = 900, 12_000
-
-
-@pytest.fixture(autouse=True)
-def _full_float32() -> Iterator[None]:
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cudnn.allow_tf32 = before
 
 
 def losses_on(device: torch.device) -> dict[str, Tensor]:

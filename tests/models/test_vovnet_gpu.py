@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,18 +15,11 @@ from tests.models.rig import settle_statistics
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    pytest.mark.usefixtures("full_float32"),
 ]
 CUDA = torch.device("cuda")
 TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4}
 """Relative (L2), of gradients that went through fifteen stages of rounding."""
-
-
-@pytest.fixture(autouse=True)
-def _full_float32() -> Iterator[None]:
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cudnn.allow_tf32 = before
 
 
 def images(count: int, seed: int = 0) -> Tensor:

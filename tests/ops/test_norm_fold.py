@@ -15,12 +15,6 @@ from tests.ops.backends import BACKENDS, DEVICES, running
 EPS = 1e-2
 
 
-@pytest.fixture(autouse=True)
-def _full_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The convolution that uses the folded weights would round to TF32 on a GPU."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-
-
 def draw(seed: int, channels: int, channels_in: int, kernel: int) -> tuple[Tensor, ...]:
     """Weight, factor, summand, mean, variance, in float64."""
     generator = torch.Generator().manual_seed(seed)
@@ -35,6 +29,7 @@ def plain(x: Tensor, weight: Tensor, factor: Tensor, summand: Tensor, mean: Tens
     return (out - mean[:, None, None]) / deviation * factor[:, None, None] + summand[:, None, None]
 
 
+@pytest.mark.usefixtures("full_float32")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 @pytest.mark.parametrize(("channels_in", "kernel"), [(3, 3), (300, 1), (5, 3)])
 @pytest.mark.parametrize("device", DEVICES)
