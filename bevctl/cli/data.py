@@ -41,6 +41,7 @@ command.add_command(bench)
     "--camera-sweeps", is_flag=True, help="Also take images between the keyframes, at 10 Hz: five times as long."
 )
 @click.option("--image-scale", type=float, help="Image size over 1600x900; default: 0.5.")
+@click.option("--lidar-beams", type=int, help="Beams of the LiDAR; fewer see less of what is far away; default: 32.")
 @click.option("--processes", type=int, help="Worker processes; default: one a core.")
 @json_option
 @click.pass_obj

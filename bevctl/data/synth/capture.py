@@ -202,7 +202,7 @@ class _Recorder:
 
     def _scan(self, frame: Frame) -> bytes:
         rng = np.random.default_rng([self.options.seed, self.plan.number, round(frame.time * 1000)])
-        points = scan(self.scene, frame.time, self.options.azimuth_steps, rng)
+        points = scan(self.scene, frame.time, self.options.azimuth_steps, rng, self.options.lidar_beams)
         if frame.is_key:
             self.points[frame.sample] = self._count_points(points, frame.time)
         return points.tobytes()

@@ -1,4 +1,4 @@
-"""The LiDAR: 32 beams that turn about the roof, cast against the scene."""
+"""The LiDAR: beams that turn about the roof, cast against the scene."""
 
 from __future__ import annotations
 
@@ -19,35 +19,37 @@ RANGE_NOISE = 0.01
 GROUND_ITERATIONS = 4
 
 
-def scan(scene: Scene, time: float, azimuth_steps: int, rng: np.random.Generator) -> NDArray[np.float32]:
-    """(P, 5) returns of one revolution at `time`: x, y, z (m, LiDAR frame), intensity 0..255, ring 0 (lowest)..31.
+def scan(
+    scene: Scene, time: float, azimuth_steps: int, rng: np.random.Generator, beams: int = RINGS
+) -> NDArray[np.float32]:
+    """(P, 5) returns of one revolution at `time`: x, y, z (m, LiDAR frame), intensity 0..255, ring (0 is the lowest).
 
     The whole revolution is taken at one instant. Its first azimuth is random, so that successive sweeps fill each
     other's gaps.
     """
     phase = float(rng.uniform())
-    beams = directions(azimuth_steps, phase)
+    rays = directions(azimuth_steps, phase, beams)
     lidar2global = scene.ego2global(time) @ LIDAR2EGO
     origin = lidar2global[:3, 3]
     # einsum does not go through BLAS, whose rounding may depend on its number of threads.
-    rays = np.einsum("ij,jrc->irc", lidar2global[:3, :3], beams)
+    cast_rays = np.einsum("ij,jrc->irc", lidar2global[:3, :3], rays)
     poses = scene.poses(time)
     windows = _windows(scene.boxes(poses), lidar2global, azimuth_steps, phase)
-    hits = cast(origin, rays, scene.solids, poses, windows, scene.ground, GROUND_ITERATIONS)
+    hits = cast(origin, cast_rays, scene.solids, poses, windows, scene.ground, GROUND_ITERATIONS)
     seen = hits.distance < MAX_RANGE
     noise = np.clip(rng.standard_normal(seen.shape), -3, 3) * RANGE_NOISE
-    points = (beams * np.where(seen, hits.distance + noise, 0.0))[:, seen]
-    intensity = _reflectivity(scene, hits, rays, origin)[seen] + 3.0 * rng.standard_normal(len(points[0]))
-    rings = np.broadcast_to(np.arange(RINGS)[:, None], seen.shape)[seen]
+    points = (rays * np.where(seen, hits.distance + noise, 0.0))[:, seen]
+    intensity = _reflectivity(scene, hits, cast_rays, origin)[seen] + 3.0 * rng.standard_normal(len(points[0]))
+    rings = np.broadcast_to(np.arange(beams)[:, None], seen.shape)[seen]
     return np.stack([*points, np.clip(intensity, 0, 255).round(), rings], axis=1).astype(np.float32)
 
 
-def directions(azimuth_steps: int, phase: float) -> Array:
-    """(3, RINGS, azimuth_steps) unit beams in the LiDAR frame, from its x axis counter-clockwise; `phase` in steps."""
-    elevation = np.deg2rad(np.linspace(*ELEVATIONS, RINGS))[:, None]
+def directions(azimuth_steps: int, phase: float, beams: int) -> Array:
+    """(3, beams, azimuth_steps) unit rays in the LiDAR frame, from its x axis counter-clockwise; `phase` in steps."""
+    elevation = np.deg2rad(np.linspace(*ELEVATIONS, beams))[:, None]
     azimuth = (np.arange(azimuth_steps) + phase) * (2 * np.pi / azimuth_steps)
     flat = np.cos(elevation)
-    up = np.broadcast_to(np.sin(elevation), (RINGS, azimuth_steps))
+    up = np.broadcast_to(np.sin(elevation), (beams, azimuth_steps))
     return np.stack([flat * np.cos(azimuth), flat * np.sin(azimuth), up])
 
 

@@ -45,6 +45,8 @@ class SynthOptions:
     """Unannotated images at 10 Hz between the keyframes."""
     azimuth_steps: int = 300
     """LiDAR firings a revolution; the real sensor has about 1084."""
+    lidar_beams: int = 32
+    """Beams of the LiDAR, from 30.67° below to 10.67° above the horizon; the real sensor has 32."""
     processes: int | None = None
     """Worker processes; None: one a core. Never changes a byte of the result."""
 
@@ -57,6 +59,7 @@ class SynthOptions:
         _require(2 <= self.keyframes <= 40, "keyframes", self.keyframes, "2 to 40 (velocity needs two)")
         _require(0.05 <= self.image_scale <= 1.0, "image_scale", self.image_scale, "0.05 to 1")
         _require(36 <= self.azimuth_steps <= 2400, "azimuth_steps", self.azimuth_steps, "36 to 2400")
+        _require(2 <= self.lidar_beams <= 128, "lidar_beams", self.lidar_beams, "2 to 128")
         _require(self.processes is None or self.processes >= 1, "processes", self.processes, "1 or more")
         _take(self.train_scenes, self.split_names()[0], "training", self.version)
         _take(self.val_scenes, self.split_names()[1], "held-out", self.version)

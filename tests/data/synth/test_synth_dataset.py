@@ -105,6 +105,7 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"keyframes": 1}, "keyframes is 1"),
         ({"image_scale": 0.0}, "image_scale is 0.0"),
         ({"azimuth_steps": 8}, "azimuth_steps is 8"),
+        ({"lidar_beams": 1}, "lidar_beams is 1"),
         ({"train_scenes": 9}, "names only 8"),
         ({"val_scenes": 3}, "names only 2"),
         ({"version": "v1.0"}, "unknown version 'v1.0'"),

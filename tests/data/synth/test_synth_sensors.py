@@ -12,7 +12,7 @@ from bevctl.data.synth.camera import render, trace
 from bevctl.data.synth.ground import ASPHALT, WHITE_PAINT
 from bevctl.data.synth.lidar import MAX_RANGE, scan
 from bevctl.data.synth.raycast import GROUND, cast
-from bevctl.data.synth.rig import CAMERAS, LIDAR2EGO, Camera, image_size
+from bevctl.data.synth.rig import CAMERAS, LIDAR2EGO, RINGS, Camera, image_size
 from bevctl.data.synth.scene import Scene
 from bevctl.geometry import invert_rigid, points_in_boxes, project_points, rigid, transform_points, yaw_of
 
@@ -144,11 +144,19 @@ def test_ranges_are_those_of_rays_cast_everywhere_plus_noise(scene: Scene) -> No
     assert np.abs(ranges - expected).max() < 0.031
 
 
+def test_fewer_beams_span_the_same_angles(scene: Scene) -> None:
+    points = scan(scene, TIME, 400, np.random.default_rng(1), beams=5)
+    elevation = np.rad2deg(np.arctan2(points[:, 2], np.hypot(points[:, 0], points[:, 1])))
+    for ring, expected in enumerate(np.linspace(-30.67, 10.67, 5)):
+        np.testing.assert_allclose(elevation[points[:, 4] == ring], expected, atol=0.1)
+    assert set(points[:, 4]) >= {0, 1, 2}, "beams that meet the ground"
+
+
 def _noiseless(scene: Scene, seed: int) -> Array:
     """Ranges of the returns before noise, for the scan with this seed."""
     from bevctl.data.synth.lidar import GROUND_ITERATIONS, directions
 
-    beams = directions(400, float(np.random.default_rng(seed).uniform()))
+    beams = directions(400, float(np.random.default_rng(seed).uniform()), RINGS)
     lidar2global = scene.ego2global(TIME) @ LIDAR2EGO
     rays = np.einsum("ij,jrc->irc", lidar2global[:3, :3], beams)
     windows = [(slice(None), slice(None))] * len(scene.solids)
