@@ -226,8 +226,8 @@ def _settle(found: Sequence[str], tell: Callable[[str], None]) -> Settle:
 def _preview(config: Config, run: RunOptions, cluster: Cluster, console: Console) -> int:
     from bevctl.config.load import to_dict, to_yaml
     from bevctl.engine.dist import World, select_device
+    from bevctl.engine.parts import build_parts
     from bevctl.engine.preview import preview
-    from bevctl.engine.run import build_parts
     from bevctl.engine.workdir import work_dir_of
 
     parts = build_parts(config, World(size=cluster.gpus * cluster.nnodes), select_device(config.device))

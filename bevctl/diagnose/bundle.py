@@ -28,8 +28,8 @@ from bevctl.engine.incident import (
     read_batches,
     read_incident,
 )
+from bevctl.engine.parts import training_loader
 from bevctl.engine.resume import Setting
-from bevctl.engine.run import training_loader
 from bevctl.errors import BevctlError
 from bevctl.runs.writer import read_run
 

@@ -15,9 +15,9 @@ from bevctl.config.load import from_dict, to_dict
 from bevctl.config.schema import Config
 from bevctl.diagnose.bundle import Moment
 from bevctl.engine.checkpoint import Checkpoint
+from bevctl.engine.parts import build_state
 from bevctl.engine.precision import Precision, resolve_precision
 from bevctl.engine.resume import TrainState, restore
-from bevctl.engine.run import build_state
 from bevctl.engine.schedule import Schedule
 from bevctl.engine.step import TrainStep
 from bevctl.errors import BevctlError

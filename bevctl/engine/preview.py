@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from bevctl.engine.run import Parts
+from bevctl.engine.parts import Parts
 from bevctl.runs.writer import read_run
 
 _ADAMW_COPIES = 4

@@ -18,8 +18,8 @@ from bevctl.batch import AnyBatch
 from bevctl.config.schema import Config
 from bevctl.engine.acceleration import accelerate
 from bevctl.engine.dist import World
+from bevctl.engine.parts import build_state
 from bevctl.engine.precision import resolve_precision
-from bevctl.engine.run import build_state
 from bevctl.engine.schedule import Schedule
 from bevctl.engine.stand_in import Report
 from bevctl.engine.step import TrainStep, total_loss

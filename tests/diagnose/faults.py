@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bevctl.config.load import to_yaml
 from bevctl.config.schema import Config
-from bevctl.engine import run as engine_run
+from bevctl.engine import parts as engine_parts
 from bevctl.engine.checkpoint import FORMAT, read_checkpoint, write_checkpoint
 from bevctl.models.build import build_model
 
@@ -92,7 +92,7 @@ def built_with(change: Callable[[Tensor], Tensor]) -> Build:
 
 def use(build: Build, monkeypatch: Any) -> None:
     """Lets runs and replays of this process build their models so."""
-    monkeypatch.setattr(engine_run, "build_model", build)
+    monkeypatch.setattr(engine_parts, "build_model", build)
 
 
 def write_data(folder: Path, samples: int = 16) -> Path:

@@ -17,6 +17,7 @@ from bevctl.config.schema import Config, DataConfig, OptimConfig, PrecisionConfi
 from bevctl.console import Console
 from bevctl.data.loader import collate
 from bevctl.data.sample import Item, Sample
+from bevctl.engine import parts as engine_parts
 from bevctl.engine import run as engine_run
 from bevctl.engine.dist import World
 
@@ -131,8 +132,9 @@ class Bench:
         self.plain = False
         """Builds models without BatchNorm and dropout: a sample's gradient does not depend on its batch."""
         self.sabotage: Callable[[Batch, Tensor], Tensor] | None = None
-        monkeypatch.setattr(engine_run, "open_split", PointData)
-        monkeypatch.setattr(engine_run, "build_model", self._build)
+        for module in (engine_parts, engine_run):
+            monkeypatch.setattr(module, "open_split", PointData)
+        monkeypatch.setattr(engine_parts, "build_model", self._build)
 
     def _build(self, _: Config) -> PointNet:
         model = PointNet(self.plain)

@@ -20,8 +20,8 @@ from bevctl.engine.checkpoint import read_checkpoint
 from bevctl.engine.dist import World
 from bevctl.engine.incident import Incident, find_incidents, read_batches, read_incident
 from bevctl.engine.incident_keeper import IncidentShelf
+from bevctl.engine.parts import build_parts
 from bevctl.engine.resume import restore
-from bevctl.engine.run import build_parts
 from bevctl.engine.step import StepTensors, TrainStep
 from bevctl.errors import BevctlError, ExitCode
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from bevctl.batch import Batch
+from bevctl.engine import parts as engine_parts
 from bevctl.engine import run as engine_run
 from bevctl.engine.checkpoint import read_checkpoint
 from bevctl.engine.incident import find_incidents
@@ -182,7 +183,7 @@ def test_a_budget_per_thousand_ends_a_run_that_recovers_each_time(tmp_path: Path
 def test_the_module_that_overflows_is_kept_in_fp32_from_there_on(
     tmp_path: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_run, "build_model", lambda _: OverflowingNet())
+    monkeypatch.setattr(engine_parts, "build_model", lambda _: OverflowingNet())
     precision = {"dtype": "fp16", "init_scale": 1.0, "growth_interval": 100}
     config = point_config(tmp_path / "run", train={"on_nonfinite": "fp32_module", "epochs": 4}, precision=precision)
     bench.train(config, max_iters=16)
@@ -213,7 +214,7 @@ def test_a_run_without_a_loss_is_called_so(tmp_path: Path, bench: Bench) -> None
         return model
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_run, "build_model", without_boxes)
+        patch.setattr(engine_parts, "build_model", without_boxes)
         engine_run.train(config, engine_run.RunOptions(), engine_run.World(), bench.console)
     (warning,) = _events(tmp_path / "run", "zero_loss")
     assert warning["message"].startswith("The loss is exactly 0 in all 50 steps")

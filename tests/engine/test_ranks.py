@@ -15,6 +15,7 @@ from torch import Tensor, multiprocessing
 
 from bevctl.batch import Batch
 from bevctl.console import Console
+from bevctl.engine import parts as engine_parts
 from bevctl.engine import run as engine_run
 from bevctl.engine.checkpoint import read_checkpoint
 from bevctl.engine.dist import World, gather, on_main, process_group, world_from_environment
@@ -80,7 +81,7 @@ def _keep_in_fp32(work_dir: Path, world: World) -> dict[str, list[float]]:
     with pytest.MonkeyPatch.context() as patch:
         bench = Bench(patch, Console(io.StringIO(), io.StringIO()))
         model = OverflowingNet()
-        patch.setattr(engine_run, "build_model", lambda _: model)
+        patch.setattr(engine_parts, "build_model", lambda _: model)
         engine_run.train(config, engine_run.RunOptions(), world, bench.console)
     return {name: value.flatten().tolist() for name, value in model.named_parameters()}
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from bevctl.batch import Batch
 from bevctl.config.schema import CameraConfig, Config
+from bevctl.engine import parts as engine_parts
 from bevctl.engine import run as engine_run
 from bevctl.engine.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from bevctl.engine.resume import foreign_parameter_states
@@ -276,7 +277,7 @@ def test_a_signal_before_the_first_step_leaves_the_users_file_alone(tmp_path: Pa
         raise AssertionError((epoch, start))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_run.Parts, "loader", lambda _, epoch, start: interrupt_loading(epoch, start))
+        patch.setattr(engine_parts.Parts, "loader", lambda _, epoch, start: interrupt_loading(epoch, start))
         result = bench.train(config, resume="epoch_1.pth")
     assert (result.code, result.iteration, result.checkpoint) == (ExitCode.PREEMPTED, 8, run / "epoch_1.pth")
     assert (run / "epoch_1.pth").read_bytes() == before

@@ -16,10 +16,10 @@ from bevctl.batch import Batch
 from bevctl.config.schema import PrecisionConfig
 from bevctl.data.loader import collate
 from bevctl.engine.dist import World
+from bevctl.engine.parts import build_state
 from bevctl.engine.precision import Precision
 from bevctl.engine.recorder import Recorder, StepFacts
 from bevctl.engine.resume import RandomCapture, TrainState
-from bevctl.engine.run import build_state
 from bevctl.engine.scaler import LossScaler
 from bevctl.engine.schedule import Schedule
 from bevctl.engine.step import TrainStep
