@@ -102,12 +102,17 @@ def train(arm: str, seed: int, options: argparse.Namespace) -> Run:
         arguments = [word for value in sets for word in ("--set", value)]
         where = ["--work-dir", str(folder), "--device", options.device]
         bevctl(["train", options.config, *where, *arguments, *ARMS[arm]], options.work_dir / f"{arm}-{seed}.log")
+    return read(arm, seed, folder, scores(evaluation(folder, options.epochs)))
+
+
+def read(arm: str, seed: int, folder: Path, metrics: dict[str, float]) -> Run:
+    """What the folder of a run that has ended says of it."""
     document = json.loads((folder / "run.json").read_text())
     segment = document["segments"][0]
     return Run(
         arm=arm,
         seed=seed,
-        metrics=scores(evaluation(folder, options.epochs)),
+        metrics=metrics,
         losses=losses(folder / "log.jsonl"),
         seconds=document["ended"] - segment["started"],
         device=segment["device"],
