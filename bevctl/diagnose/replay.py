@@ -27,8 +27,8 @@ from bevctl.diagnose.report import (
 )
 from bevctl.diagnose.trials import Trials, gets_through
 from bevctl.engine.checkpoint import newest_checkpoints, read_checkpoint
+from bevctl.engine.determinism import algorithms
 from bevctl.engine.incident import STATE as STATE_FILE
-from bevctl.engine.run import algorithms
 from bevctl.finding import Evidence, Severity
 from bevctl.numerics.ranges import ModuleRange, RangeCounter
 from bevctl.numerics.record import Culprit

@@ -17,10 +17,10 @@ from bevctl.config.schema import Config
 from bevctl.diagnose import speed_causes, speed_ceiling, speed_trials
 from bevctl.diagnose.report import DiagnoseFinding, DiagnoseRequest, Remedy, Table
 from bevctl.diagnose.subject import Subject
+from bevctl.engine.determinism import algorithms
 from bevctl.engine.dist import World, select_device
 from bevctl.engine.parts import training_loader
 from bevctl.engine.precision import resolve_precision
-from bevctl.engine.run import algorithms
 from bevctl.engine.step import TrainStep
 from bevctl.errors import BevctlError
 from bevctl.measure.bench import matmul_rate

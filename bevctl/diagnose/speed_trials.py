@@ -19,7 +19,7 @@ from bevctl.batch import AnyBatch
 from bevctl.config.schema import Config
 from bevctl.diagnose.rehearsal import changed
 from bevctl.diagnose.report import Remedy, Table
-from bevctl.engine.run import algorithms
+from bevctl.engine.determinism import algorithms
 from bevctl.errors import BevctlError
 from bevctl.measure.bench_inputs import make_inputs
 from bevctl.measure.timing import build_step, float32_products, step_seconds

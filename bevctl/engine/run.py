@@ -23,6 +23,7 @@ from bevctl.data.split import open_split
 from bevctl.engine.acceleration import accelerate
 from bevctl.engine.checkpoint import FORMAT, Checkpoint, Shelf, load_state, read_checkpoint
 from bevctl.engine.data_parallel import data_parallel
+from bevctl.engine.determinism import algorithms
 from bevctl.engine.dist import World, broadcast_buffers, on_main, process_group, select_device
 from bevctl.engine.guard import NonfiniteGuard, Policy
 from bevctl.engine.incident_keeper import IncidentKeeper, IncidentShelf
@@ -302,18 +303,3 @@ def _evaluate(parts: Parts, console: Console) -> tuple[dict[str, float], dict[st
     with averaged, random_state_kept():
         evaluation = evaluate_split(parts.state.model, dataset, parts.device, parts.precision, parts.world, console)
     return evaluation.metrics(), evaluation.document()
-
-
-@contextlib.contextmanager
-def algorithms(deterministic: bool) -> Iterator[None]:
-    """Deterministic algorithms inside the block, or the fastest: shapes stay the same, so cuDNN may try them all."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(deterministic)
-    torch.backends.cudnn.benchmark = not deterministic
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.backends.cudnn.benchmark = before[1]

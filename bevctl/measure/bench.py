@@ -19,9 +19,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import bevctl
 from bevctl.batch import AnyBatch
 from bevctl.config.schema import Config
+from bevctl.engine.determinism import algorithms
 from bevctl.engine.graph_memory import graph_bytes
 from bevctl.engine.precision import MatmulCounter
-from bevctl.engine.run import algorithms
 from bevctl.engine.step import TrainStep
 from bevctl.errors import BevctlError, ExitCode
 from bevctl.measure.bench_inputs import Inputs, make_inputs

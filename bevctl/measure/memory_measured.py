@@ -13,8 +13,8 @@ from torch import Tensor
 from bevctl.batch import AnyBatch
 from bevctl.config.schema import Config
 from bevctl.engine.cuda_graphs import recordings
+from bevctl.engine.determinism import algorithms
 from bevctl.engine.graph_memory import graph_pools
-from bevctl.engine.run import algorithms
 from bevctl.engine.stand_in import Report
 from bevctl.engine.step import TrainStep
 from bevctl.measure.memory_allocator import tensor_bytes

@@ -23,11 +23,11 @@ import torch
 from bevctl.batch import AnyBatch
 from bevctl.config.load import load
 from bevctl.config.schema import Config
+from bevctl.engine.determinism import algorithms
 from bevctl.engine.dist import World
 from bevctl.engine.guard import NonfiniteGuard, Policy
 from bevctl.engine.nonfinite import Classifier
 from bevctl.engine.recorder import Recorder
-from bevctl.engine.run import algorithms
 from bevctl.engine.signals import StopRequest
 from bevctl.engine.step import TrainStep, total_loss
 from bevctl.engine.trainer import Plan, Trainer
