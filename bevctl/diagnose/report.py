@@ -113,6 +113,14 @@ class Diagnosis:
     tables: Sequence[Table] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of the JSON document."""
+    said: str = ""
+    """The answer in one sentence where nothing was found; empty: what the status means."""
+
+    def verdict(self) -> str:
+        """The answer in one sentence: the worst finding, the first of equals, else what was said."""
+        if self.status is not Status.FOUND or not self.findings:
+            return self.said
+        return max(self.findings, key=lambda finding: finding.severity.rank).title
 
 
 def status_of(findings: Iterable[DiagnoseFinding]) -> Status:

@@ -14,7 +14,7 @@ from bevctl.finding import Severity
 
 _COLOURS = {Severity.FAIL: "bold red", Severity.WARN: "yellow", Severity.INFO: "cyan"}
 _ANSWERS = {
-    Status.FOUND: ("FOUND", "bold red", "a cause, or what comes next to one, is below"),
+    Status.FOUND: ("FOUND", "bold red", ""),
     Status.CLEAR: ("CLEAR", "green", "nothing harmful was found"),
     Status.INCONCLUSIVE: ("INCONCLUSIVE", "yellow", "what is here does not decide it"),
 }
@@ -37,7 +37,7 @@ def picture(topic: str, diagnosis: Diagnosis, width: int) -> RenderableType:
 def _head(topic: str, diagnosis: Diagnosis) -> Text:
     word, style, meaning = _ANSWERS[diagnosis.status]
     text = Text(word, style=style)
-    text.append(f"  {topic}: {meaning}", style="")
+    text.append(f"  {topic}: {printable(diagnosis.verdict() or meaning)}", style="")
     return text
 
 
@@ -89,13 +89,15 @@ def _paragraph(label: str, text: str, width: int) -> str:
 
 
 def _table(numbers: Table) -> RenderableType:
-    rows = [[_cell(value) for value in row] for row in numbers.rows]
+    rows = [[_cell(value, name) for name, value in zip(numbers.columns, row, strict=True)] for row in numbers.rows]
     return table(list(numbers.columns), rows, numbers.title)
 
 
-def _cell(value: object) -> object:
+def _cell(value: object, column: str) -> object:
     if value is None:
         return ""
+    if isinstance(value, float) and column == "share":
+        return f"{value:.1%}"
     if isinstance(value, str) and len(value) > _LONGEST_CELL:
         return f"..{value[2 - _LONGEST_CELL :]}"  # of a dotted name the end tells more
     return f"{value:.5g}" if isinstance(value, float) else value

@@ -60,10 +60,8 @@ def ceiling(half: StepProfile, single: StepProfile, rate: float) -> Ceiling:
     return Ceiling(most, single.iteration / half.iteration, ", ".join(kept))
 
 
-def verdict(found: Sequence[Cause], limit: Ceiling | None) -> DiagnoseFinding | None:
-    """The ceiling; a run without fault says so first. None where nothing was compared with FP32."""
-    if limit is None:
-        return None
+def verdict(found: Sequence[Cause], limit: Ceiling) -> DiagnoseFinding:
+    """The ceiling; a run without fault says so first."""
     at = f"at {limit.share:.0%} of what half precision can give"
     fault = any(cause.lost >= WORTH for cause in found) and limit.share < 1.0
     title = f"Half precision gives {limit.reached:.2f} ×, {at}" if fault else f"no fault: {at} ({limit.reached:.2f} ×)"

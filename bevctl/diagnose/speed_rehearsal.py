@@ -40,6 +40,8 @@ class Rehearsed:
     findings: list[DiagnoseFinding]
     tables: list[Table]
     looked_at: list[str]
+    gain: str
+    """What half precision gives, in one sentence."""
 
 
 def rehearse_speed(request: DiagnoseRequest, subject: Subject, steps: int) -> Rehearsed:
@@ -66,11 +68,11 @@ def rehearse_speed(request: DiagnoseRequest, subject: Subject, steps: int) -> Re
     helpful = tuple(sorted((t.remedy() for t in tried if t.remedy().verified), key=lambda r: r.step_time or 1.0))
     told = speed_ceiling.verdict(found, limit)
     findings = [cause.finding() for cause in found]
-    if told is not None:
-        findings.insert(0, dataclasses.replace(told, fix=_also(profiles[asked], helpful)))
+    findings.insert(0, dataclasses.replace(told, fix=_also(profiles[asked], helpful)))
     where = "batches of its data set" if _has_data(config) else "samples made in memory"
     said = f"{config.name}: {steps} steps in {', '.join(n.upper() for n in profiles)} on {device.type}, {where}"
-    return Rehearsed(findings, [*speed_ceiling.tables(profiles[asked]), speed_trials.table(before, tried)], [said])
+    tables = [*speed_ceiling.tables(profiles[asked]), speed_trials.table(before, tried)]
+    return Rehearsed(findings, tables, [said], told.title)
 
 
 def _also(profile: StepProfile, helpful: tuple[Remedy, ...]) -> tuple[Remedy, ...]:

@@ -214,7 +214,9 @@ def test_the_command(invoke: Callable[..., Outcome], tmp_path: Path) -> None:
     assert (result.code, result.document["findings"][0]["id"]) == (1, "TIME002")
     assert result.document["time"][1]["what"] == "computing"
     bench = _bench(tmp_path / "b.json", _result("fp32", 0.3, 0.1, 0.2), _result("fp16", 0.2, 0.05, 0.1))
-    assert invoke("diagnose", "no-speedup", "--bench", bench).code == 0
+    clear = invoke("diagnose", "no-speedup", "--bench", bench)
+    assert clear.code == 0
+    assert clear.out.startswith("CLEAR  no-speedup: Half precision gives 1.50 times; the parts allow at most")
     wrong = invoke("diagnose", "nan", path, "--bench", bench)
     assert (wrong.code, "--bench belongs to" in wrong.err) == (2, True)
 

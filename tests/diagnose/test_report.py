@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 from collections.abc import Callable
@@ -106,6 +107,31 @@ def test_the_screen_names_cause_cure_and_cost() -> None:
     ):
         assert part in text
     assert "\x1b[2J" not in text
+
+
+@pytest.mark.parametrize(
+    ("diagnosis", "first"),
+    [
+        (
+            Diagnosis(Status.FOUND, [dataclasses.replace(_finding(Severity.WARN), title="less"), _finding()]),
+            "FOUND  oom: FP16 overflow in neck.lateral",
+        ),
+        (Diagnosis(Status.CLEAR, said="no fault: at 90%"), "CLEAR  oom: no fault: at 90%"),
+        (Diagnosis(Status.CLEAR, [_finding(Severity.INFO)]), "CLEAR  oom: nothing harmful was found"),
+        (Diagnosis(Status.INCONCLUSIVE), "INCONCLUSIVE  oom: what is here does not decide it"),
+    ],
+)
+def test_the_first_line_is_the_answer(diagnosis: Diagnosis, first: str) -> None:
+    out = io.StringIO()
+    Console(out).result(picture("oom", diagnosis, 100))
+    assert out.getvalue().splitlines()[0] == first
+
+
+def test_a_share_is_shown_in_percent() -> None:
+    out = io.StringIO()
+    time = Table("time", "An iteration", ("what", "seconds", "share"), [("computing", 0.5, 0.09151), ("rest", 5.0, 0.9)])
+    Console(out).result(picture("no-speedup", Diagnosis(Status.CLEAR, tables=[time]), 100))
+    assert "9.2%" in out.getvalue()
 
 
 def test_json_of_a_diagnosis(invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
