@@ -68,7 +68,11 @@ class LaneDecoder(nn.Module):
 
 
 class PetrMapHead(nn.Module):
-    """Queries at the centres of a coarse grid; a decoder for each class, the same after every layer."""
+    """Queries at the centres of a coarse grid; a decoder for each class, the same after every layer.
+
+    Queries, decoders and thus weights see the map turned by half a circle, as PETR's data are: its first cell is the
+    last of ours along both axes.
+    """
 
     places: Tensor
 
@@ -93,7 +97,7 @@ class PetrMapHead(nn.Module):
         start = queries.view(layers * batch, *self.petr.map_queries, -1).permute(0, 3, 1, 2)
         decoders = cast("Sequence[LaneDecoder]", list(self.lane_branches.values()))
         logits = [recompute(decoder, start, enabled=self.checkpointing, random=False) for decoder in decoders]
-        return torch.stack(logits, dim=1).unflatten(0, (layers, batch))
+        return torch.stack(logits, dim=1).unflatten(0, (layers, batch)).flip(-2, -1)
 
     def loss(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Weighted pixel losses, in float32: of each earlier layer over all classes, of the last one by class.

@@ -78,6 +78,15 @@ def test_queries_stand_at_the_centres_of_a_grid_whose_first_axis_is_x(head: Petr
     torch.testing.assert_close(inputs[0][2], torch.cat([y, x]))
 
 
+def test_maps_are_turned_by_half_a_circle_against_petrs(head: PetrMapHead) -> None:
+    """Its data have what stands at the greatest x and y in the first cell, and so have its queries and decoders."""
+    theirs: list[Tensor] = []
+    head.lane_branches["divider"].register_forward_hook(lambda _, __, out: theirs.append(out))
+    ours = head(seen(1))[:, 0, 1]
+    assert torch.equal(ours, torch.rot90(theirs[0], 2, (1, 2)))
+    assert not torch.allclose(ours, theirs[0])
+
+
 def test_losses_of_all_layers_by_hand(head: PetrMapHead) -> None:
     torch.manual_seed(0)
     logits = torch.randn(2, 2, 3, 16, 24)
