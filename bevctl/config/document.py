@@ -6,6 +6,7 @@ PyYAML's own scalar rules (YAML 1.1) read `2e-4` as text and `2:30` as the numbe
 from __future__ import annotations
 
 import importlib
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from bevctl.errors import BevctlError
 
 MAX_BYTES = 256 * 1024
 """A config is a page of text; what is larger is another kind of file."""
+_STREAMS = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
+"""Where streams are found that this process was started with: standard input, and a shell's `<(...)`."""
 NULLS = ("", "~", "null", "Null", "NULL")
 _MAP = "tag:yaml.org,2002:map"
 _STR = "tag:yaml.org,2002:str"
@@ -29,17 +32,29 @@ def display(path: Path) -> str:
         return str(path)
 
 
-def read_mapping(path: Path) -> MappingNode:
-    """The top-level mapping of a YAML file. Raises BevctlError that names the file and the line."""
+def read_bytes(path: Path) -> bytes:
+    """What a config file holds, whatever its language. The one place where configs are opened.
+
+    Raises:
+        BevctlError: it cannot be read, is too large for a config, or neither a file nor a stream that is open already
+            (opening a named pipe waits for somebody to write into it, for ever).
+    """
     where = display(path)
     try:
+        if not (stat.S_ISREG(path.stat().st_mode) or path.is_dir() or str(path.absolute()).startswith(_STREAMS)):
+            raise BevctlError(f"{where} is a pipe or a device, not a config file.", "Give the path of a regular file.")
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise BevctlError(f"Cannot read config {where}: {error.strerror or error}.", "Give a YAML file.") from None
+        raise BevctlError(f"Cannot read config {where}: {error.strerror or error}.", "Check the path.") from None
     if len(data) > MAX_BYTES:
-        raise BevctlError(f"{where} is larger than {MAX_BYTES // 1024} KiB.", "A config is a YAML file of a few KiB.")
-    return parse_mapping(data, where)
+        raise BevctlError(f"{where} is larger than {MAX_BYTES // 1024} KiB.", "A config is a file of a few KiB.")
+    return data
+
+
+def read_mapping(path: Path) -> MappingNode:
+    """The top-level mapping of a YAML file. Raises BevctlError that names the file and the line."""
+    return parse_mapping(read_bytes(path), display(path))
 
 
 def parse_mapping(data: bytes | str, where: str) -> MappingNode:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bevctl.config.document import MAX_BYTES, display
+from bevctl.config.document import display, read_bytes
 from bevctl.config.foreign_expressions import CannotResolve, Evaluator, bound, parse
 from bevctl.config.foreign_refusals import refuse_code
 from bevctl.config.foreign_values import Section, Unresolved, merged
@@ -73,17 +73,10 @@ def _resolve(path: Path) -> Path:
 
 def read_text(path: Path) -> str:
     """The text of a config file. Raises BevctlError for one that cannot be read, is too large or no UTF-8."""
-    where = display(path)
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise BevctlError(f"{where} is larger than {MAX_BYTES // 1024} KiB.", "A config is a file of a few KiB.")
-        return data.decode()
-    except OSError as error:
-        raise BevctlError(f"Cannot read config {where}: {error.strerror or error}.", "Check the path.") from None
+        return read_bytes(path).decode()
     except ValueError:
-        raise BevctlError(f"{where} is not text in UTF-8.", "A config is a text file.") from None
+        raise BevctlError(f"{display(path)} is not text in UTF-8.", "A config is a text file.") from None
 
 
 def _substituted(text: str, path: Path) -> str:

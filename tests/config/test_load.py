@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bevctl.config import document
+from bevctl.config import document, foreign_python
 from bevctl.config.load import DEFAULT, Given, Loaded, load
 from bevctl.errors import BevctlError, ExitCode
 
@@ -226,6 +227,24 @@ def test_a_value_of_the_wrong_kind_is_shown_with_its_line(write: Write, text: st
 )
 def test_a_file_that_is_no_config_gets_one_sentence(write: Write, content: bytes, message: str) -> None:
     assert refused(write(content)).message.startswith(message)
+
+
+@pytest.mark.parametrize("read", [load, foreign_python.read_text])
+def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(BevctlError, match="is a pipe or a device, not a config file"):
+            read(path)
+
+
+def test_a_stream_that_is_open_already_is_a_config() -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b"train: {batch: 3}\n")
+    os.close(writing)
+    try:
+        assert load(f"/dev/fd/{reading}").config.train.batch == 3
+    finally:
+        os.close(reading)
 
 
 def attempt(path: Path) -> None:

@@ -129,7 +129,7 @@ def test_the_first_line_is_the_answer(diagnosis: Diagnosis, first: str) -> None:
 
 def test_a_share_is_shown_in_percent() -> None:
     out = io.StringIO()
-    time = Table("time", "An iteration", ("what", "seconds", "share"), [("computing", 0.5, 0.09151), ("rest", 5.0, 0.9)])
+    time = Table("time", "An iteration", ("what", "seconds", "share"), [("computing", 0.5, 0.09151)])
     Console(out).result(picture("no-speedup", Diagnosis(Status.CLEAR, tables=[time]), 100))
     assert "9.2%" in out.getvalue()
 
