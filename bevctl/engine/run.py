@@ -131,32 +131,7 @@ def _train(
         checkpoint_interval=config.train.checkpoint_interval,
         max_bad_samples=config.data.max_bad_samples,
     )
-    meta = {
-        "format": FORMAT,
-        "version": bevctl.__version__,
-        "config": to_dict(config),
-        "time": time.time(),
-        **parts.dataset.checkpoint_meta,
-    }
-    with (
-        _open_writer(parts, options, work_dir, resumed) as writer,
-        _open_event_files(parts, work_dir, resumed) as event_files,
-    ):
-        journal = RunJournal(
-            console=console,
-            world=world,
-            writer=writer,
-            shelf=Shelf(work_dir, config.train.keep, list(read_run(work_dir)["checkpoints"])),
-            state=parts.state,
-            precision=parts.precision,
-            iters_per_epoch=iters_per_epoch,
-            cadence=Cadence(config.train.eval_interval, config.train.best, options.max_iters),
-            last_checkpoint=resumed.source,
-            meta=meta,
-            evaluate=lambda: _evaluate(parts, console),
-            keeper=_keeper(parts, work_dir, meta),
-            event_files=event_files,
-        )
+    with _open_journal(parts, options, work_dir, resumed, console) as journal:
         for kind, notes in (("start", parts.notes), ("resume", resumed.notes)):
             for note in notes:
                 journal.event(kind, note)
@@ -225,6 +200,39 @@ def _worker_died(error: Exception) -> BevctlError:
         "It was killed or crashed, most often for lack of memory or of /dev/shm: use fewer --workers.",
         ExitCode.RUN_FAILED,
     )
+
+
+@contextlib.contextmanager
+def _open_journal(
+    parts: Parts, options: RunOptions, work_dir: Path, resumed: Resumed, console: Console
+) -> Iterator[RunJournal]:
+    config = parts.config
+    meta = {
+        "format": FORMAT,
+        "version": bevctl.__version__,
+        "config": to_dict(config),
+        "time": time.time(),
+        **parts.dataset.checkpoint_meta,
+    }
+    with (
+        _open_writer(parts, options, work_dir, resumed) as writer,
+        _open_event_files(parts, work_dir, resumed) as event_files,
+    ):
+        yield RunJournal(
+            console=console,
+            world=parts.world,
+            writer=writer,
+            shelf=Shelf(work_dir, config.train.keep, list(read_run(work_dir)["checkpoints"])),
+            state=parts.state,
+            precision=parts.precision,
+            iters_per_epoch=parts.state.setting.iters_per_epoch,
+            cadence=Cadence(config.train.eval_interval, config.train.best, options.max_iters),
+            last_checkpoint=resumed.source,
+            meta=meta,
+            evaluate=lambda: _evaluate(parts, console),
+            keeper=_keeper(parts, work_dir, meta),
+            event_files=event_files,
+        )
 
 
 def _keeper(parts: Parts, work_dir: Path, meta: Mapping[str, Any]) -> IncidentKeeper:
