@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO
 
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
@@ -48,15 +48,22 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in encodable)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None) -> RenderableType:
-    """A table of plain cells; columns whose cells are all numbers are right-aligned."""
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None, *, named: bool = False
+) -> RenderableType:
+    """A table of plain cells, none of them cut; columns whose cells are all numbers are right-aligned.
+
+    Args:
+        named: the first column holds names to copy, which stay on one line however narrow the table is.
+    """
     from rich.table import Table
 
     cells = [list(row) for row in rows]
     grid = Table(title=title, title_justify="left", header_style="bold")
     for index, name in enumerate(columns):
         numeric = bool(cells) and all(isinstance(row[index], numbers.Number) for row in cells)
-        grid.add_column(name, justify="right" if numeric else "left")
+        justify: Literal["left", "right"] = "right" if numeric else "left"
+        grid.add_column(name, justify=justify, overflow="fold", no_wrap=named and index == 0)
     for row in cells:
         grid.add_row(*[f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row])
     return grid

@@ -164,6 +164,17 @@ def test_a_table_aligns_numbers_right_and_groups_thousands() -> None:
     assert any(line.rstrip(" │").endswith("      1") for line in lines)
 
 
+def test_no_cell_of_a_table_is_cut_and_names_stay_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    console = plain_console()
+    row = ("a_name_to_copy", "a-value-that-is-longer-than-there-is-room")
+    console.result(table(["name", "value"], [row], named=True))
+    text = text_of(console.stdout)
+    assert "a_name_to_copy" in text
+    assert "…" not in text
+    assert "".join(line.split("│")[2].strip() for line in text.splitlines() if "│" in line) == row[1]
+
+
 @pytest.mark.parametrize(
     ("color", "terminal", "environment", "coloured"),
     [

@@ -20,7 +20,7 @@ from bevctl.cli.options import (
     json_option,
 )
 from bevctl.console import Console, table
-from bevctl.errors import BevctlError, ExitCode, did_you_mean
+from bevctl.errors import BevctlError, ExitCode
 from bevctl.sizes import format_gib, parse_size
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ class CardSize(click.ParamType):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:  # noqa: ARG002
+        if re.fullmatch(r"\s*\d+(?:\.\d+)?\s*", str(value)):
+            raise BevctlError(f"--fit {value} has no unit.", f"Write --fit {str(value).strip()}GB.")
         sold = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*G(B?)\s*", str(value))
         size = round(float(sold[1]) * 2**30 * _USABLE) if sold else parse_size(str(value))
         if size < 2**30:
@@ -110,9 +112,11 @@ def command(
 
     from bevctl.engine.dist import select_device
     from bevctl.measure.memory import BASIS
+    from bevctl.measure.memory_plans import plan_called
     from bevctl.measure.memory_report import examine, measure
     from bevctl.measure.memory_text import tables
 
+    wanted = plan_called(plan, config) if plan is not None else None
     compared = measure(config, select_device(config.device), console.info) if measuring else None
     # Plans count with batches, of which a step may have several.
     told = step_time / config.train.accumulate if step_time is not None else None
@@ -125,7 +129,7 @@ def command(
     console.info(f"{BASIS} Samples: {_describe(report)}.")
     if seconds is not None or times is not None:
         console.info("Times are those of training alone; ~ marks what is scaled from a measured setting.")
-    chosen = _named(report, plan) if plan is not None else report.chosen
+    chosen = report.chosen if wanted is None else next(p for p in report.plans if p.name == wanted)
     console.document("memory", report.document() | {"chosen": chosen.document() if chosen is not None else None})
     return ExitCode.OK if fit is None and plan is None else _choose(console, report, chosen, write)
 
@@ -216,15 +220,9 @@ def _describe(report: MemoryReport) -> str:
     return f"{sizes.samples} {where}, typically {sizes.typical.points:,} points{voxels}{epoch}"
 
 
-def _named(report: MemoryReport, wanted: str) -> Plan:
-    names = {plan.name: plan for plan in report.plans} | {p.letter: p for p in report.plans if p.letter is not None}
-    if wanted not in names:
-        raise BevctlError(f"No plan {wanted!r}.", did_you_mean(wanted, names))
-    return names[wanted]
-
-
 def _choose(console: Console, report: MemoryReport, chosen: Plan | None, write: Path | None) -> int:
-    """Says which plan fits, and writes it."""
+    """Says what the chosen plan takes, and writes it."""
+    from bevctl.measure.memory_plans import fits_on
     from bevctl.measure.memory_text import verdict
 
     if chosen is None:
@@ -233,14 +231,13 @@ def _choose(console: Console, report: MemoryReport, chosen: Plan | None, write: 
             f"No plan fits into {format_gib(report.card)} with a tenth to spare: use a smaller model or image."
         )
         return ExitCode.FINDINGS
-    if report.card is not None and chosen is report.chosen:
-        console.result(verdict(report, chosen))
+    console.result(verdict(report, chosen))
     if write is not None:
         from bevctl.files import atomic_write_text
 
         atomic_write_text(write, _yaml(chosen))
         console.info(f"Written: {write}, for `bevctl train --set {write}`")
-    return ExitCode.OK
+    return ExitCode.OK if report.card is None or fits_on(chosen, report.card) else ExitCode.FINDINGS
 
 
 def _yaml(plan: Plan) -> str:

@@ -131,12 +131,17 @@ def confirmed(batch: int, confirm: Callable[[int], float | None]) -> Tuned:
 
 
 def try_batch(config: Config, precision: str, batch: AnyBatch, device: torch.device, room: float) -> float | None:
-    """Seconds of the second of two training steps; None where they take more than `room` bytes."""
-    torch.cuda.reset_peak_memory_stats(device)
+    """Seconds of the second of two training steps; None where the first fails, or the second takes more than `room`.
+
+    In the first, cuDNN tries algorithms in all of the memory that is free, and makes do with what there is.
+    """
     try:
         with _released(device):
             step = build_step(config, precision, device)
-            seconds = step_seconds(step, [batch], 2)[-1]
+            step_seconds(step, [batch], 1)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+            seconds = step_seconds(step, [batch], 1)[0]
             return seconds if torch.cuda.max_memory_reserved(device) <= room else None
     except torch.cuda.OutOfMemoryError:
         return None

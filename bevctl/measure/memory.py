@@ -16,7 +16,13 @@ from bevctl.measure.memory_places import GRADIENTS
 from bevctl.measure.memory_trace import SampleSize, StepMemory, trace_step
 
 WORKSPACE_SHARE = 0.07
-"""Workspaces and temporary copies of cuDNN, over everything that the trace counts; from measurements, see BASIS."""
+"""Workspaces and temporary copies of cuDNN, over everything that the trace counts; from measurements, see BASIS.
+
+What is needed, and not what is taken in FP32 without TF32 (before capability 8.0, or switched off). There the fastest
+algorithms transform whole maps (FFT, Winograd) and want as much as there is: 7 GiB at batch 4 of the detection model,
+four times that while they are tried. None of it ends a run: PyTorch tries what fits into the free memory, halves it on
+failure, gives it back, and searches anew where it is refused later (aten/src/ATen/native/cudnn/Conv_v8.cpp).
+"""
 CUBLAS_WORKSPACE = 32 * 2**20
 """Bytes that cuBLAS keeps for each thread and stream on capability 9.0 and newer; 8 MiB before."""
 _THREADS = 2
@@ -26,7 +32,8 @@ CUDA_CONTEXT = 2**30
 BASIS = (
     "Traced on tensors without contents, through the kernels' own memory; 7 % are added for workspaces of cuDNN. On an "
     "H200 the prediction was 4 % below to 3 % above what the multitask model took in FP16 at batch 1, 4 and 8, with "
-    "all parts recomputed and without. FP32, other cards and several GPUs have not been compared."
+    "all parts recomputed and without, and within 4 % in FP32 with TF32. Without TF32, cuDNN takes more where there "
+    "is room. Other cards and several GPUs have not been compared."
 )
 _ADAM_COPIES = 2
 BUCKETS, NCCL, CONTEXT = "gradient buckets (DDP)", "NCCL", "CUDA context"
@@ -136,7 +143,9 @@ def _extrapolated(one: StepMemory, two: StepMemory, batch: int) -> StepMemory:
         return first + (second - first) * (batch - 1)
 
     names = [*two.by_part, *(name for name in one.by_part if name not in two.by_part)]
-    by_part = {name: max(0, at(one.by_part.get(name, 0), two.by_part.get(name, 0))) for name in names}
-    return dataclasses.replace(
-        one, by_part=by_part, pools=at(one.pools, two.pools), reserved=at(one.reserved, two.reserved)
-    )
+    parts = {name: max(0, at(one.by_part.get(name, 0), two.by_part.get(name, 0))) for name in names}
+    # The peak is at another moment with one sample than with two, so that parts alone would add up to more.
+    peak, total = at(one.peak, two.peak), max(1, sum(parts.values()))
+    by_part = {name: size * peak // total for name, size in parts.items()}
+    reserved = max(peak, at(one.reserved, two.reserved))
+    return dataclasses.replace(one, by_part=by_part, pools=at(one.pools, two.pools), reserved=reserved)

@@ -10,6 +10,7 @@ from typing import Any
 
 from bevctl.config.rules import PARTS
 from bevctl.config.schema import Config
+from bevctl.errors import BevctlError, did_you_mean
 from bevctl.measure.memory import Need, Predictor
 from bevctl.measure.memory_chance import chance_of_running_out
 from bevctl.measure.memory_inputs import Sizes
@@ -136,6 +137,33 @@ class Plan:
         }
 
 
+_Setting = tuple[str, int, tuple[str, ...]]
+"""Precision, batch and recomputed parts."""
+
+
+def _settings(config: Config) -> list[_Setting]:
+    half = "bf16" if config.precision.dtype == "bf16" else _HALF
+    return [(p, batch, c) for p in (half, _FULL) for c in ((), PARTS) for batch in _BATCHES]
+
+
+def _name(precision: str, batch: int, checkpointing: tuple[str, ...]) -> str:
+    return precision + (f"_batch{batch}" if batch > 1 else "") + ("_checkpoint" if checkpointing else "")
+
+
+def _letter(precision: str, batch: int, checkpointing: tuple[str, ...]) -> str | None:
+    setting = (precision, batch, bool(checkpointing))
+    return next((letter for letter, known in _LETTERS.items() if known == setting), None)
+
+
+def plan_called(wanted: str, config: Config) -> str:
+    """The name of the plan of a name or letter. Raises BevctlError with the nearest name."""
+    names = {_name(*setting): _name(*setting) for setting in _settings(config)}
+    known = names | {letter: _name(*setting) for setting in _settings(config) if (letter := _letter(*setting))}
+    if wanted not in known:
+        raise BevctlError(f"No plan {wanted!r}.", did_you_mean(wanted, known))
+    return known[wanted]
+
+
 class Planner:
     """Makes plans for one config.
 
@@ -153,9 +181,7 @@ class Planner:
 
     def plans(self) -> list[Plan]:
         """Every plan: half precision and FP32, with and without recomputing, by batch."""
-        half = "bf16" if self._config.precision.dtype == "bf16" else _HALF
-        settings = [(p, batch, c) for p in (half, _FULL) for c in ((), PARTS) for batch in _BATCHES]
-        return [self.plan(*setting) for setting in settings]
+        return [self.plan(*setting) for setting in _settings(self._config)]
 
     def plan(self, precision: str, batch: int, checkpointing: tuple[str, ...]) -> Plan:
         """One of them. A smaller batch than the config's is added up to the same samples a step."""
@@ -164,13 +190,12 @@ class Planner:
         accumulate = max(1, step_samples // batch)
         growth = batch * accumulate / step_samples
         batches = max(1, self._job.samples // (batch * self._job.gpus))
-        setting = (precision, batch, bool(checkpointing))
         typical = self._typical.need(precision, batch, checkpointing)
         large = typical.device + batch * self._more(precision)
         chance = self._chance(typical, large, batch, batches)
         return Plan(
-            name=precision + (f"_batch{batch}" if batch > 1 else "") + ("_checkpoint" if checkpointing else ""),
-            letter=next((letter for letter, known in _LETTERS.items() if known == setting), None),
+            name=_name(precision, batch, checkpointing),
+            letter=_letter(precision, batch, checkpointing),
             precision=precision,
             batch=batch,
             accumulate=accumulate,
@@ -195,6 +220,8 @@ class Planner:
             yield f"runs out of memory in {chance:.1%} of epochs"
         if precision == _HALF:
             yield "loss scale can overflow"
+        if precision == _FULL:
+            yield "cuDNN takes more without TF32"
         if growth > 1:
             yield f"step of {growth:g} times the samples: check accuracy"
         if batch == 1 and self._norms_of_batches:
@@ -222,12 +249,17 @@ class Planner:
         return chance_of_running_out([slope * _extent(size) for size in self._sizes.each], room, batch, steps)
 
 
+def fits_on(plan: Plan, card: int) -> bool:
+    """Whether a plan leaves `MARGIN` of a card of `card` bytes free even with large samples."""
+    return plan.large <= card * (1 - MARGIN)
+
+
 def best_fit(candidates: Sequence[Plan], card: int) -> Plan | None:
     """The fastest plan, by the time of a sample, that fits on a card of `card` bytes even with large samples.
 
     None where nothing fits with `MARGIN` to spare.
     """
-    fitting = [plan for plan in candidates if plan.large <= card * (1 - MARGIN)]
+    fitting = [plan for plan in candidates if fits_on(plan, card)]
     return min(fitting, key=lambda plan: plan.relative_cost, default=None)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 from collections.abc import Iterator
 
 from bevctl.console import RenderableType, table
-from bevctl.measure.memory import Need
-from bevctl.measure.memory_plans import MARGIN, Plan
+from bevctl.measure.memory_plans import MARGIN, Plan, fits_on
 from bevctl.measure.memory_report import Comparison, MemoryReport
 from bevctl.sizes import format_gib
 
@@ -24,15 +24,15 @@ def tables(report: MemoryReport) -> Iterator[RenderableType]:
         parts = [(name, format_gib(size)) for name, size in report.need.components.items()]
         title = f"Memory at the peak, {report.precision.upper()}, batch {report.config.train.batch}, predicted"
         yield table(["what", "memory"], parts, title=title)
-    columns = ["samples", "allocated (tensors, graphs)", "reserved (torch)", "device (nvidia-smi)"]
-    yield table(columns, [(n, *map(format_gib, (s.allocated, s.reserved, s.device))) for n, s in _sizes(report)])
+    yield table(["samples", "allocated (tensors, graphs)", "reserved (torch)", "device (nvidia-smi)"], _sizes(report))
     yield from _plans(report)
 
 
-def _sizes(report: MemoryReport) -> list[tuple[str, Need]]:
-    """The quantiles that differ from the one before."""
-    rows = list(report.by_size.items())
-    return [row for i, row in enumerate(rows) if i == 0 or row[1] != rows[i - 1][1]]
+def _sizes(report: MemoryReport) -> list[tuple[str, ...]]:
+    """The peak by quantile of the samples; one row for quantiles next to each other that look the same."""
+    shown = [(name, *map(format_gib, (n.allocated, n.reserved, n.device))) for name, n in report.by_size.items()]
+    groups = [list(group) for _, group in itertools.groupby(shown, key=lambda row: row[1:])]
+    return [(g[0][0] if len(g) == 1 else f"{g[0][0]} to {g[-1][0]}", *g[0][1:]) for g in groups]
 
 
 def _compared(compared: Comparison) -> Iterator[RenderableType]:
@@ -51,26 +51,28 @@ def _compared(compared: Comparison) -> Iterator[RenderableType]:
 def _plans(report: MemoryReport) -> Iterator[RenderableType]:
     """Settings and memory; times and cost where a time is known; risks."""
     plans = report.plans
-    chance = ["runs out, an epoch"] if report.card is not None else []
-    columns = ["plan", "batch", "acc.", "workers", "lr", "warm-up", "allocated", "nvidia-smi", "large samples", *chance]
-    yield table(columns, [_plan_row(plan) for plan in plans], title="Plans")
+    columns = ["plan", "batch", "acc.", "workers", "lr", "warm-up"]
+    settings = [(_name(p), p.batch, p.accumulate, p.workers, f"{p.lr:g}", p.warmup) for p in plans]
+    yield table(columns, settings, title="Plans", named=True)
+    chance = ["runs out in an epoch"] if report.card is not None else []
+    columns = ["plan", "allocated", "nvidia-smi", "large samples", *chance]
+    yield table(columns, [_memory_row(plan) for plan in plans], title="Plans: memory", named=True)
     if plans[0].step is not None:
         on = f"{report.job.gpus} GPU{'s' if report.job.gpus > 1 else ''}, {report.job.samples:,} samples an epoch"
         title = f"Plans: {report.config.train.epochs} epochs on {on}, if started now"
         cost = ["cost"] if report.job.price is not None else []
         columns = ["plan", "s/iter", "epoch", "total", "finish", "GPU hours", *cost]
-        yield table(columns, [_times(plan) for plan in plans], title=title)
-    yield table(["plan", "mind"], [(_name(plan), plan.risk or _NONE) for plan in plans])
+        yield table(columns, [_times(plan) for plan in plans], title=title, named=True)
+    yield table(["plan", "mind"], [(_name(plan), plan.risk or _NONE) for plan in plans], named=True)
 
 
 def _name(plan: Plan) -> str:
     return f"{plan.name} ({plan.letter})" if plan.letter is not None else plan.name
 
 
-def _plan_row(plan: Plan) -> list[object]:
+def _memory_row(plan: Plan) -> list[object]:
     chance = [f"{plan.chance:.2%}"] if plan.chance is not None else []
-    settings = [_name(plan), plan.batch, plan.accumulate, plan.workers, f"{plan.lr:g}", plan.warmup]
-    return [*settings, *map(format_gib, (plan.typical.allocated, plan.typical.device, plan.large)), *chance]
+    return [_name(plan), *map(format_gib, (plan.typical.allocated, plan.typical.device, plan.large)), *chance]
 
 
 def _times(plan: Plan) -> list[object]:
@@ -92,10 +94,12 @@ def span(seconds: float) -> str:
 
 
 def verdict(report: MemoryReport, plan: Plan) -> str:
-    """Which plan fits, in one sentence."""
-    assert report.card is not None
+    """What the chosen plan takes, in one sentence, and whether it fits the card if one is given."""
     name = f"{plan.name} (plan {plan.letter})" if plan.letter is not None else plan.name
-    return (
-        f"For {format_gib(report.card)}: {name}, the fastest with {MARGIN:.0%} to spare: "
-        f"{format_gib(plan.large)} on the device with large samples, lr {plan.lr:g}"
-    )
+    takes = f"{format_gib(plan.large)} on the device with large samples, lr {plan.lr:g}"
+    if report.card is None:
+        return f"{name}: {takes}"
+    if plan is report.chosen:
+        return f"For {format_gib(report.card)}: {name}, the fastest with {MARGIN:.0%} to spare: {takes}"
+    fits = "fits" if fits_on(plan, report.card) else "does not fit"
+    return f"For {format_gib(report.card)}: {name} {fits} with {MARGIN:.0%} to spare: {takes}"

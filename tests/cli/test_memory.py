@@ -71,6 +71,7 @@ def test_a_plan_is_taken_by_its_letter_and_times_from_a_log(invoke: Invoke, tmp_
     assert outcome.code == 0
     assert "0.42 s a batch of 2 in FP16" in outcome.err
     assert "fp16_batch4 (A)" in outcome.out
+    assert outcome.out.splitlines()[-1].startswith("fp16_batch4 (plan A): ")
     assert load("tiny", sets=(str(file),)).config.train.batch == 4
     assert invoke("memory", *LIDAR_ONLY, "--plan", "fp17").code == 2
 
@@ -87,9 +88,24 @@ def test_a_plan_is_written_only_for_a_card(invoke: Invoke, tmp_path: Path) -> No
     assert "--fit" in outcome.err
 
 
-@pytest.mark.parametrize("size", ["lots", "5MB"])
-def test_a_card_that_is_none_is_a_usage_error(invoke: Invoke, size: str) -> None:
-    assert invoke("memory", "tiny", "--fit", size).code == 2
+@pytest.mark.parametrize(
+    ("size", "told"), [("lots", "is not a size"), ("5MB", "holds no model"), ("32", "has no unit"), ("31.5", "no unit")]
+)
+def test_a_card_that_is_none_is_a_usage_error(invoke: Invoke, size: str, told: str) -> None:
+    outcome = invoke("memory", "tiny", "--fit", size)
+    assert (outcome.code, told in outcome.err) == (2, True)
+
+
+def test_a_plan_that_does_not_fit_the_card_is_a_finding(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    file = tmp_path / "plan.yaml"
+    outcome = invoke("memory", *LIDAR_ONLY, "--plan", "fp32_batch8_checkpoint", "--fit", "2GB", "--write", file)
+    assert (outcome.code, file.is_file()) == (1, True)
+    assert "fp32_batch8_checkpoint does not fit with 10% to spare" in outcome.out
+    assert outcome.out.count("│ fp32_batch8_checkpoint ") == 3, "names are not broken on a narrow screen"
+    assert "p95 to max" in outcome.out
 
 
 def test_a_config_that_does_not_fit_together_is_a_usage_error(invoke: Invoke) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,23 @@ def test_a_rank_that_runs_out_of_memory_decides_for_all(monkeypatch: pytest.Monk
     found = settle(config, World(0, 2), torch.device("cuda"), Wanted(batch=True), said.append)
     assert (found.train.batch, batches) == (3, [4, 3])
     assert "4 by prediction for 5.0 GiB" in said[0]
+
+
+def test_what_the_first_step_takes_while_algorithms_are_tried_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    peak = [0]
+
+    def steps(_: object, __: object, number: int) -> list[float]:
+        peak[0] = 3 * GIB if peak[0] else 30 * GIB
+        return [0.5] * number
+
+    monkeypatch.setattr(finder, "build_step", lambda *_: None)
+    monkeypatch.setattr(finder, "step_seconds", steps)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: peak[0])
+    config = nano_config(**{"train.batch": 1})
+    assert try_batch(config, "fp32", nano_batch(config), torch.device("cuda"), room=4 * GIB) == 0.5
 
 
 @pytest.mark.gpu

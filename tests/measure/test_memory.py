@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bevctl.config.schema import Config
-from bevctl.measure.memory import CUBLAS_WORKSPACE, WORKSPACE_SHARE, Predictor, need_of
+from bevctl.measure.memory import CUBLAS_WORKSPACE, WORKSPACE_SHARE, Predictor, _extrapolated, need_of
 from bevctl.measure.memory_allocator import Allocator
 from bevctl.measure.memory_inputs import active_sites
 from bevctl.measure.memory_places import GRADIENTS
@@ -106,6 +106,16 @@ def test_many_samples_follow_from_one_and_two() -> None:
     extrapolated = Predictor(config, size).need("fp16", 4, ())
     traced = need_of(config, trace_step(config, "fp16", [size] * 4))
     assert extrapolated.allocated == pytest.approx(traced.allocated, rel=0.05)
+
+
+def test_parts_of_many_samples_add_up_to_the_peak_where_it_moves() -> None:
+    """With one sample gradients are alive at the peak, with two it comes before them."""
+    step = StepMemory(100, 80, 10, by_part={"decoder": 900, GRADIENTS: 100}, pools=0, reserved=1010)
+    two = dataclasses.replace(step, by_part={"decoder": 1900}, reserved=1905)
+    many = _extrapolated(step, two, 8)
+    assert many.by_part.keys() == {"decoder", GRADIENTS}
+    assert many.peak == 1000 + 7 * 900
+    assert many.reserved >= many.peak
 
 
 def test_a_need_is_the_sum_of_its_components() -> None:
