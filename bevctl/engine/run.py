@@ -40,6 +40,7 @@ from bevctl.engine.workdir import find_checkpoint, read_resume, work_dir_of
 from bevctl.errors import BevctlError, ExitCode
 from bevctl.evaluate.job import evaluate_split
 from bevctl.files import atomic_write_text
+from bevctl.runs.heartbeat import Doing, Heartbeat
 from bevctl.runs.work_dir import check_unused
 from bevctl.runs.writer import RunWriter, read_run
 
@@ -131,7 +132,11 @@ def _train(
         checkpoint_interval=config.train.checkpoint_interval,
         max_bad_samples=config.data.max_bad_samples,
     )
-    with _open_journal(parts, options, work_dir, resumed, console) as journal:
+    started = on_main(world, time.time)
+    with (
+        _open_journal(parts, options, work_dir, resumed, started, console) as journal,
+        Heartbeat(work_dir, world.rank, started, functools.partial(journal.warning, "heartbeat")) as heartbeat,
+    ):
         for kind, notes in (("start", parts.notes), ("resume", resumed.notes)):
             for note in notes:
                 journal.event(kind, note)
@@ -149,6 +154,7 @@ def _train(
             classifier=Classifier.of(parts.state, fresh=not resumed.exact),
             guard=NonfiniteGuard(Policy.of(config.train), parts.state.scaler.dynamic),
             journal=journal,
+            heartbeat=heartbeat,
             stop=stop,
             iteration=resumed.iteration,
         )
@@ -161,6 +167,7 @@ def _fit(trainer: Trainer, journal: RunJournal) -> ExitCode:
     status, message = "failed", "The run failed"
     try:
         code = trainer.fit()
+        trainer.heartbeat.turn_to(Doing.SAVES, trainer.iteration)
         journal.finish_saving()
         status = _STATUS[code]
         asked_by = trainer.stop.name or "a signal to another rank"
@@ -204,7 +211,7 @@ def _worker_died(error: Exception) -> BevctlError:
 
 @contextlib.contextmanager
 def _open_journal(
-    parts: Parts, options: RunOptions, work_dir: Path, resumed: Resumed, console: Console
+    parts: Parts, options: RunOptions, work_dir: Path, resumed: Resumed, started: float, console: Console
 ) -> Iterator[RunJournal]:
     config = parts.config
     meta = {
@@ -215,7 +222,7 @@ def _open_journal(
         **parts.dataset.checkpoint_meta,
     }
     with (
-        _open_writer(parts, options, work_dir, resumed) as writer,
+        _open_writer(parts, options, work_dir, resumed, started) as writer,
         _open_event_files(parts, work_dir, resumed) as event_files,
     ):
         yield RunJournal(
@@ -247,7 +254,9 @@ def _global_batch(parts: Parts) -> int:
 
 
 @contextlib.contextmanager
-def _open_writer(parts: Parts, options: RunOptions, work_dir: Path, resumed: Resumed) -> Iterator[RunWriter | None]:
+def _open_writer(
+    parts: Parts, options: RunOptions, work_dir: Path, resumed: Resumed, started: float
+) -> Iterator[RunWriter | None]:
     """The writer of rank 0, with this start noted as a segment; None on other ranks."""
     if not parts.world.is_main:
         yield None
@@ -262,7 +271,7 @@ def _open_writer(parts: Parts, options: RunOptions, work_dir: Path, resumed: Res
             host=socket.gethostname(),
             iters_per_epoch=parts.state.setting.iters_per_epoch,
             total_iters=parts.schedule.total,
-            segments=[*writer.document["segments"], _segment(parts, options, resumed)],
+            segments=[*writer.document["segments"], _segment(parts, options, resumed, started)],
         )
         yield writer
     finally:
@@ -283,9 +292,9 @@ def _load_from(config: Config) -> str | None:
     return ", ".join(config.model.load_from) or None
 
 
-def _segment(parts: Parts, options: RunOptions, resumed: Resumed) -> dict[str, Any]:
+def _segment(parts: Parts, options: RunOptions, resumed: Resumed, started: float) -> dict[str, Any]:
     return {
-        "started": time.time(),
+        "started": started,
         "iter": resumed.iteration,
         "resume": options.resume,
         "load_from": _load_from(parts.config) if options.resume is None else None,

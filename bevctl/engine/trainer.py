@@ -21,6 +21,7 @@ from bevctl.engine.resume import RandomCapture, set_random_state
 from bevctl.engine.signals import Interrupted, StopRequest
 from bevctl.engine.step import TrainStep
 from bevctl.errors import BevctlError, ExitCode
+from bevctl.runs.heartbeat import Doing, Heartbeat
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,8 @@ class Trainer:
     guard: NonfiniteGuard
     journal: Journal
     """Records, checkpoints, evaluation."""
+    heartbeat: Heartbeat
+    """Tells what this rank is at, for when it gets no further."""
     stop: StopRequest
     iteration: int = 0
 
@@ -132,6 +135,7 @@ class Trainer:
         self._obey(self._settle())
         if self.iteration == (epoch + 1) * self.plan.iters_per_epoch:
             self._save()
+            self.heartbeat.turn_to(Doing.EVALUATES, self.iteration)
             with self.stop.interruptible():
                 self.journal.epoch_done(epoch + 1)
 
@@ -150,6 +154,7 @@ class Trainer:
             yield group
 
     def _next(self, groups: Iterator[Sequence[AnyBatch]]) -> tuple[Sequence[AnyBatch], float]:
+        self.heartbeat.turn_to(Doing.DATA, self.iteration + 1)
         started = time.perf_counter()
         # Alone, a signal may end the wait for slow data; several ranks stop together, after a step.
         waiting = self.stop.interruptible() if self.world.size == 1 else contextlib.nullcontext()
@@ -173,12 +178,15 @@ class Trainer:
     def _train_step(self, batches: Sequence[AnyBatch], data_time_s: float) -> None:
         """One attempted optimizer step; in it the outcome of the step before becomes known."""
         before = RandomCapture.now()
+        self.heartbeat.turn_to(Doing.GRADIENTS, self.iteration + 1)
         losses = self.step.gradients(batches)
         self._disturbed = False
         previous = self._settle()
         if self._disturbed:
             set_random_state(before.plain())
+            self.heartbeat.turn_to(Doing.GRADIENTS, self.iteration + 1)
             losses = self.step.gradients(batches)
+        self.heartbeat.turn_to(Doing.UPDATE, self.iteration + 1)
         tensors = self.step.update(losses, self.iteration)
         epoch, inner = divmod(self.iteration, self.plan.iters_per_epoch)
         self.iteration += 1
@@ -221,6 +229,7 @@ class Trainer:
             BevctlError: non-finite numbers for good (exit code 5).
             _Rewound: the run goes on from a checkpoint.
         """
+        self.heartbeat.turn_to(Doing.DEVICE, self.iteration)
         outcome = self.recorder.settle()
         if outcome is None:
             return None
@@ -276,5 +285,6 @@ class Trainer:
 
     def _save(self) -> None:
         if self._saved_at != self.iteration:
+            self.heartbeat.turn_to(Doing.SAVES, self.iteration)
             self.journal.save(self.iteration, self.recorder.skipped_steps)
             self._saved_at = self.iteration

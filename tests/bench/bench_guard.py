@@ -2,9 +2,9 @@
 
 Runs blocks of steps in turn: bare ones (forward, backward, clip, AdamW: nothing is checked, kept or undone) and those
 of the trainer (found_inf on the device, BatchNorm statistics kept, outcome read a step late, random states, ring,
-classifier, records made). Prints both medians, the paired difference with its spread, and how often each makes the
-host wait for the GPU. Exits 1 where the difference is above 1 % of a step, or the trainer waits more often than once a
-step.
+classifier, records made, heartbeat written). Prints both medians, the paired difference with its spread, and how often
+each makes the host wait for the GPU. Exits 1 where the difference is above 1 % of a step, or the trainer waits more
+often than once a step.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import argparse
 import itertools
 import statistics
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ from bevctl.engine.step import TrainStep, total_loss
 from bevctl.engine.trainer import Plan, Trainer
 from bevctl.measure.bench_inputs import make_inputs
 from bevctl.measure.timing import build_step
+from bevctl.runs.heartbeat import Heartbeat
 
 LIMIT = 0.01
 _ENDLESS = 10**9
@@ -45,8 +48,8 @@ class _Silence:
         return lambda *_, **__: None
 
 
-def trainer_of(step: TrainStep, config: Config, batches: Sequence[AnyBatch]) -> Trainer:
-    """The trainer over `batches` again and again, without a disk."""
+def trainer_of(step: TrainStep, config: Config, batches: Sequence[AnyBatch], folder: Path) -> Trainer:
+    """The trainer over `batches` again and again; only its heartbeat is written, to `folder`."""
     return Trainer(
         step=step,
         plan=Plan(iters_per_epoch=_ENDLESS, stop_at=_ENDLESS),
@@ -56,6 +59,7 @@ def trainer_of(step: TrainStep, config: Config, batches: Sequence[AnyBatch]) -> 
         classifier=Classifier.of(step.state, fresh=True),
         guard=NonfiniteGuard(Policy.of(config.train), step.state.scaler.dynamic),
         journal=_Silence(),
+        heartbeat=Heartbeat(folder, 0, time.time(), print),
         stop=StopRequest(),
     )
 
@@ -93,10 +97,10 @@ def waits(run: Callable[[], object], steps: int) -> float:
     return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught) / steps
 
 
-def runs_of(config: Config, batches: Sequence[AnyBatch], dtype: str) -> dict[str, Callable[[], object]]:
+def runs_of(config: Config, batches: Sequence[AnyBatch], dtype: str, folder: Path) -> dict[str, Callable[[], object]]:
     """A bare step and one of the trainer, on the same model."""
     step = build_step(config, dtype, torch.device("cuda"))
-    trainer, cycle = trainer_of(step, config, batches), itertools.cycle(batches)
+    trainer, cycle = trainer_of(step, config, batches, folder), itertools.cycle(batches)
     groups = trainer._groups(0, 0)
     nothing_found = torch.zeros((), device="cuda")
     return {
@@ -118,8 +122,8 @@ def main(arguments: Sequence[str] | None = None, batches: Sequence[AnyBatch] | N
     config = load(options.config, options={"train.batch": options.batch, **scale}).config
     batches = make_inputs(config, 2, pin=True).batches if batches is None else batches
     seconds: dict[str, list[float]] = {"trainer": [], "bare": []}
-    with algorithms(deterministic=False):
-        runs = runs_of(config, batches, options.dtype)
+    with algorithms(deterministic=False), tempfile.TemporaryDirectory() as folder:
+        runs = runs_of(config, batches, options.dtype, Path(folder))
         for run in runs.values():
             timed(run, 6)
         for number in range(options.blocks):

@@ -21,6 +21,7 @@ from bevctl.engine.checkpoint import read_checkpoint
 from bevctl.engine.dist import World, gather, on_main, process_group, world_from_environment
 from bevctl.engine.incident import find_incidents, read_batches, read_incident
 from bevctl.errors import BevctlError, ExitCode
+from bevctl.runs.heartbeat import Doing, read_beats
 
 from .fakes import Bench, OverflowingNet, point_config
 
@@ -110,6 +111,9 @@ def test_ranks_share_skips_stops_and_weights(tmp_path: Path) -> None:
     assert records[NAN_AT - 1]["grad_norm"] is not None, "all ranks skip, though no gradient shows why"
     assert (tmp_path / "run" / f"iter_{SIGNAL_AT + 1}.pth").exists()
     assert "Stopped by a signal to another rank" in (tmp_path / "run" / "log.txt").read_text()
+    beats = read_beats(tmp_path / "run", json.loads((tmp_path / "run" / "run.json").read_text()))
+    assert [(b.rank, b.doing, b.iteration) for b in beats] == [(r, Doing.LEFT, SIGNAL_AT + 1) for r in (0, 1)]
+    assert beats[0].turn == beats[1].turn, "what one rank repeats, all do"
     _check_incidents(tmp_path / "run", [r["tokens"][NAN_AT - 1] for r in ranks])
     assert ranks[0]["kept"] == ranks[1]["kept"]
     told = [json.loads(line) for line in (tmp_path / "kept" / "events.jsonl").read_text().splitlines()]

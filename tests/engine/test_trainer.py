@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import json
@@ -20,6 +21,7 @@ from bevctl.console import Console
 from bevctl.engine import run as engine_run
 from bevctl.engine.checkpoint import read_checkpoint
 from bevctl.errors import BevctlError, ExitCode
+from bevctl.runs.heartbeat import Doing, Heartbeat, read_beats
 
 from .fakes import Bench, PointData, point_config
 
@@ -44,7 +46,16 @@ def test_a_run_learns_and_leaves_its_files(tmp_path: Path, bench: Bench) -> None
     assert records[0]["loss"] == pytest.approx(sum(v for k, v in records[0]["losses"].items() if k.startswith("loss/")))
     assert records[-1]["eta_s"] == 0
     names = {p.name for p in (tmp_path / "run").iterdir()}
-    assert {"run.json", "config.yaml", "log.txt", "log.jsonl", "events.jsonl", "latest", "epoch_12.pth"} <= names
+    assert {
+        "run.json",
+        "config.yaml",
+        "log.txt",
+        "log.jsonl",
+        "events.jsonl",
+        "latest",
+        "epoch_12.pth",
+        "ranks",
+    } <= names
     assert {"epoch_10.pth", "epoch_11.pth"} <= names
     assert "epoch_9.pth" not in names
     meta = read_checkpoint(tmp_path / "run" / "latest").meta
@@ -246,3 +257,39 @@ def test_a_terminal_shows_a_bar_an_epoch_and_lines_above_it(tmp_path: Path, benc
     assert "8/8" in shown
     assert "Epoch [2][8/8]" in shown
     assert "Finished (iteration 16)" in shown
+
+
+def test_a_rank_says_what_it_is_at(tmp_path: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, int]] = []
+    turn_to = Heartbeat.turn_to
+
+    def note(heartbeat: Heartbeat, doing: Doing, iteration: int) -> None:
+        told.append((doing.value, iteration))
+        turn_to(heartbeat, doing, iteration)
+
+    monkeypatch.setattr(Heartbeat, "turn_to", note)
+    work_dir = tmp_path / "run"
+    bench.train(point_config(work_dir, train={"checkpoint_interval": 7}), max_iters=8)
+    step = ("waits for data", 2), ("computes gradients", 2), ("waits for the device", 1), ("updates the weights", 2)
+    assert tuple(told[5:9]) == step
+    saved = ("updates the weights", 7), ("waits for the device", 7), ("saves a checkpoint", 7), ("waits for data", 8)
+    assert tuple(told[told.index(saved[0]) :][:4]) == saved
+    last = [("saves a checkpoint", 8), ("evaluates", 8), ("saves a checkpoint", 8), ("left the training", 8)]
+    assert told[-4:] == last
+    (beat,) = read_beats(work_dir, _run_json(work_dir))
+    assert (beat.rank, beat.pid, beat.turn, beat.iteration) == (0, os.getpid(), len(told), 8)
+    bench.train(point_config(work_dir), resume="auto", max_iters=9)
+    assert [beat.iteration for beat in read_beats(work_dir, _run_json(work_dir))] == [9]
+    assert not [e for e in _read(work_dir / "events.jsonl") if e["kind"] == "heartbeat"]
+
+
+def test_training_goes_on_where_no_heartbeat_can_be_written(
+    tmp_path: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("bevctl.runs.heartbeat.os.pwrite", full)
+    assert bench.train(point_config(tmp_path / "run")).code == ExitCode.OK
+    (warning,) = [e["message"] for e in _read(tmp_path / "run" / "events.jsonl") if e["kind"] == "heartbeat"]
+    assert "No space left on device" in warning
