@@ -47,7 +47,7 @@ def remedies(subject: Subject, need: Need, savings: Savings) -> Iterator[Remedy]
         yield subject.remedy(f"half precision{_saves(need, savings.half)}", precision__dtype=dtype)
     if setting.checkpointing is not True and _has_camera(subject):
         saved = _saves(need, savings.checkpointed)
-        told = f"activations of the image backbone recomputed, for about a tenth of the time{saved}"
+        told = f"activations of the image backbone recomputed, which costs about a tenth of the time{saved}"
         yield subject.remedy(told, model__checkpointing=["camera"])
     yield from _smaller_batch(subject, need, savings)
 
@@ -77,7 +77,7 @@ def _has_camera(subject: Subject) -> bool:
 
 
 def _saves(need: Need, share: float) -> str:
-    return f", about {need.gib * (1 - share):.1f} of {need.gib:.1f} GiB" if need.gib is not None else ""
+    return f": saves about {need.gib * (1 - share):.1f} of {need.gib:.1f} GiB" if need.gib is not None else ""
 
 
 def comparison(savings: Savings) -> Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from bevctl.diagnose.report import DiagnoseFinding, DiagnoseRequest, Diagnosis, 
 from bevctl.diagnose.shortage import Shortage, shortages
 from bevctl.diagnose.subject import Subject, from_alarm, read_subject
 from bevctl.finding import Evidence, Severity
+from bevctl.monitor.facts import against_fragments
 from bevctl.monitor.history import History
 from bevctl.monitor.view import View
 from bevctl.runs.readers.events import FAILURES
@@ -29,6 +30,9 @@ _EVALUATING = re.compile(
 )
 _STATE_BYTES = 16
 """A trainable parameter in FP32: weight, gradient, two averages of AdamW."""
+_NO_POOLS = Remedy(
+    {}, "train.cuda_graphs=false: recorded parts have pools of their own, with gaps of their own; it costs time"
+)
 
 
 def diagnose(request: DiagnoseRequest) -> Diagnosis:
@@ -75,7 +79,7 @@ def _of_gpu(subject: Subject, found: Sequence[Shortage], need: Need, savings: Sa
     told = [evidence for evidence in alarms[0].evidence if evidence.where != "memory"]  # MEM101 tells it better
     when = Evidence("when", _moment(view, first))
     yield DiagnoseFinding("MEM002", Severity.FAIL, 0.95, _title(first), (*told, when), alarms[0].cause, knobs)
-    yield from (*_fragmented(subject, first), *_others(first), *_when(view, first))
+    yield from (*_fragmented(view, first), *_others(first), *_when(view, first))
     if subject.setting.batch is not None and need.gib is not None and subject.setting.batch > 1:
         yield _least(need, subject.setting.batch)
 
@@ -87,9 +91,11 @@ def _title(shortage: Shortage) -> str:
     return f"The GPU's memory ran out: {shortage.tried:.2f} GiB were asked for, {shortage.free:.2f}{of} were free"
 
 
-def _fragmented(subject: Subject, shortage: Shortage) -> Iterator[DiagnoseFinding]:
+def _fragmented(view: View, shortage: Shortage) -> Iterator[DiagnoseFinding]:
     if not shortage.fragmented:
         return
+    train = (view.config or {}).get("train")
+    recorded = isinstance(train, Mapping) and train.get("cuda_graphs") is True
     yield DiagnoseFinding(
         FRAGMENTED,
         Severity.WARN,
@@ -98,19 +104,11 @@ def _fragmented(subject: Subject, shortage: Shortage) -> Iterator[DiagnoseFindin
         tuple(Evidence(shortage.event.where or "log", said) for said in shortage.sentences()),
         "PyTorch's memory is fragmented: blocks of many sizes (point clouds differ from sample to sample) leave gaps.",
         (
-            Remedy({}, _allocator(subject)),
+            Remedy({}, against_fragments(view.log)),
+            *((_NO_POOLS,) if recorded else ()),
             Remedy({}, "fewer sizes: points, voxels and boxes padded or cut to fixed numbers"),
         ),
     )
-
-
-def _allocator(subject: Subject) -> str:
-    """The environment variable against fragmentation that the run's PyTorch knows."""
-    env = (subject.view.log.header.get("env") if subject.view is not None else None) or {}
-    version = re.match(r"(\d+)\.(\d+)", str(env.get("PyTorch", "")))
-    if version is not None and (int(version[1]), int(version[2])) < (2, 1):
-        return f"PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128 in the environment (PyTorch {version[0]})"
-    return "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment (PyTorch 2.1 and newer)"
 
 
 def _others(shortage: Shortage) -> Iterator[DiagnoseFinding]:

@@ -1,7 +1,8 @@
-"""What a run says of its precision, wherever its kind of log says it."""
+"""What a run says of its precision and its PyTorch, wherever its kind of log says it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,20 @@ def fixed_scale(log: RunLog) -> float | None:
     own = last_segment(log).get("loss_scale")
     scale = own if own is not None else (log.header.get("precision") or {}).get("loss_scale")
     return float(scale) if isinstance(scale, int | float) and not isinstance(scale, bool) else None
+
+
+def against_fragments(log: RunLog) -> str:
+    """What makes PyTorch's allocator use memory that lies in pieces, for the run's version; ours has it on already."""
+    setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    if log.format == "bevctl":
+        return (
+            f"{setting}, which a run of bevctl has by itself unless that variable was set when it started: unset it, "
+            "or add expandable_segments:True to it"
+        )
+    version = re.match(r"(\d+)\.(\d+)", str((log.header.get("env") or {}).get("PyTorch", "")))
+    if version is not None and (int(version[1]), int(version[2])) < (2, 1):
+        return f"PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128 in the environment (PyTorch {version[0]})"
+    return f"{setting} in the environment (PyTorch 2.1 and newer)"
 
 
 def precision_facts(log: RunLog, history: History) -> PrecisionFacts:

@@ -101,7 +101,7 @@ def test_knobs_come_in_order_with_what_they_save(tmp_path: Path) -> None:
     precision, checkpointing, batch = _whys(
         the(ask_log("oom", tmp_path, [*header(FP32, "0"), *windows(4), *old(1.1, 20.9, 21.9)]), "MEM002").fix
     )
-    assert precision == "half precision, about 5.2 of 22.0 GiB"
+    assert precision == "half precision: saves about 5.2 of 22.0 GiB"
     assert "recomputed" in checkpointing
     assert batch == "2 instead of 4 samples a GPU, 2 steps added up: at least 11.0 GiB instead of 22.0"
 
@@ -146,6 +146,9 @@ def test_a_run_of_bevctl_gets_settings(tmp_path: Path, monkeypatch: pytest.Monke
     assert "about 15.5 of 20.6 GiB" in whys  # three quarters of 20.10 GiB and 512 MiB more
     assert "12.4 GiB instead of 20.6" in whys
     assert answer.tables[1].name == "predicted"
+    allocator, pools, *_ = (remedy.why for remedy in the(answer, "MEM101").fix)
+    assert "which a run of bevctl has by itself unless that variable was set" in allocator
+    assert pools.startswith("train.cuda_graphs=false")
     assert the(answer, "MEM106").title.startswith("About")
 
 

@@ -1,3 +1,4 @@
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +39,17 @@ def test_failures_become_alarms_with_their_meaning(cause: str, id: str) -> None:
     assert (alarm.title, alarm.cause, alarm.fix) == ("It broke.", "What it means.", "What to do.")
     assert alarm.evidence[0].where == "run.log:77"
     assert report.state.name == "died"
+
+
+@pytest.mark.parametrize(
+    ("format", "told"),
+    [("mmcv-text", "(PyTorch 2.1 and newer)"), ("bevctl", "has by itself unless")],
+)
+def test_what_is_done_against_pieces(format: str, told: str) -> None:
+    sizes: dict[str, Any] = {"tried_gib": 1.1, "allocated_gib": 14.2, "reserved_gib": 21.9}
+    log = make_log(10, healthy(10), events=[failure("cuda_oom", "out of memory", **sizes)])
+    evidence = judge(dataclasses.replace(log, format=format)).alarms[0].evidence
+    assert any("expandable_segments:True" in entry.what and told in entry.what for entry in evidence)
 
 
 @pytest.mark.parametrize(("tried", "told"), [(1.1, True), (9.0, False)])

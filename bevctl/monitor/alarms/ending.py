@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from bevctl.finding import Evidence, Severity
+from bevctl.monitor.facts import against_fragments
 from bevctl.monitor.state import span
 from bevctl.monitor.view import Trouble, View
 from bevctl.runs.records import EventRecord
@@ -108,7 +109,7 @@ def _failures(view: View, events: list[EventRecord]) -> Iterator[Trouble]:
     times = sum(event.data.get("count", 1) for event in events)
     evidence = [Evidence(first.where or "log", first.message)]
     evidence += [Evidence("traceback", frame) for frame in data.get("frames", [])[-2:]]
-    evidence += _fragmentation(data)
+    evidence += _fragmentation(view, data)
     evidence += [Evidence(e.where or "log", f"dragged along: {e.message}") for e in dragged[:4]]
     by_hand = data.get("cause") in BY_HAND
     yield Trouble(
@@ -121,7 +122,7 @@ def _failures(view: View, events: list[EventRecord]) -> Iterator[Trouble]:
     )
 
 
-def _fragmentation(data: Mapping[str, Any]) -> Iterator[Evidence]:
+def _fragmentation(view: View, data: Mapping[str, Any]) -> Iterator[Evidence]:
     """Memory that PyTorch held and could not use, where it would have been enough."""
     if not {"reserved_gib", "allocated_gib", "tried_gib"} <= data.keys():
         return
@@ -129,8 +130,8 @@ def _fragmentation(data: Mapping[str, Any]) -> Iterator[Evidence]:
     if free > tried:
         yield Evidence(
             "memory",
-            f"{free:.1f} GiB were reserved and free, in pieces too small for {tried:.2f} GiB: "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True makes them usable",
+            f"{free:.1f} GiB were reserved and free, in pieces too small for {tried:.2f} GiB; against that: "
+            f"{against_fragments(view.log)}",
         )
 
 
