@@ -138,8 +138,8 @@ def command(
 ) -> int:
     """Train the model of CONFIG, or continue a run with --resume.
 
-    A run is a folder: log.txt, log.jsonl, events.jsonl, run.json, config.yaml, epoch_N.pth, latest. SIGTERM or Ctrl-C
-    writes a checkpoint and ends with exit code 6; --resume auto continues it.
+    A run is a folder: log.txt, log.jsonl, events.jsonl, run.json, config.yaml, ranks/ (what each rank is at),
+    epoch_N.pth, latest. SIGTERM or Ctrl-C writes a checkpoint and ends with exit code 6; --resume auto continues it.
 
     With --engine external the program of another project trains: CONFIG is its config, --repo its checkout, --python
     its interpreter. It is told precision, batch, workers, rate and checkpoint in its own way; --dry-run shows how.

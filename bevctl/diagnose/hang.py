@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 import socket
+import time
 from collections.abc import Iterator, Sequence
 
-from bevctl.diagnose.rank_findings import cannot_run, stacks
+from bevctl.diagnose import rank_beats
+from bevctl.diagnose.rank_findings import cannot_run, where_they_stand
 from bevctl.diagnose.rank_processes import RankProcess, processes_of, top
 from bevctl.diagnose.report import DiagnoseFinding, DiagnoseRequest, Diagnosis, Remedy, Status, Table, status_of
 from bevctl.diagnose.subject import Subject, from_alarm, read_subject
 from bevctl.finding import Evidence, Severity
 from bevctl.monitor.gpus import Gpu, live_gpus
 from bevctl.monitor.progress import evaluation_lengths
-from bevctl.monitor.state import LEAST_SILENCE_S, kinds_since, span
+from bevctl.monitor.state import LEAST_SILENCE_S, is_evaluating, kinds_since, span
 from bevctl.monitor.view import Alarm, View
 from bevctl.preflight.launch import contradictions_of
+from bevctl.runs.records import Beat, Doing
 
 SILENT, GPU_PATTERN, SETTINGS, ALIVE = "HANG101", "HANG102", "HANG105", "HANG106"
 BUSY, IDLE = 90.0, 10.0
@@ -50,19 +53,38 @@ def diagnose(request: DiagnoseRequest) -> Diagnosis:
     view = subject.view
     if view is None:
         return Diagnosis(Status.INCONCLUSIVE, (), [*subject.looked_at, "There is no log to look at."])
-    processes = processes_of(view.log)
+    now, beats = time.time(), view.log.beats if view.state.name != "finished" else []
+    processes, last_words = processes_of(view.log, beats), rank_beats.last_words(beats, now)
     findings = [
         *_failures(subject),
-        *_silence(subject, processes),
+        *_silence(subject, processes, last_words),
         *(gpu_pattern(_gpus(view, processes), view.state.name == "stalled")),
-        *cannot_run(processes),
-        *stacks(processes, _is_silent(view)),
+        *cannot_run(processes, last_words),
+        *_standing(view, processes, beats, now),
         *_settings(subject),
     ]
     findings.sort(key=lambda finding: (-finding.severity.rank, -finding.confidence))
     status, said = _status(view, findings)
-    tables = [_table(processes)] if processes else []
-    return Diagnosis(status, findings, [*subject.looked_at, *_looked_at(view, processes), *said], tables)
+    tables = [*([rank_beats.table(beats, now)] if beats else []), *([_table(processes)] if processes else [])]
+    looked_at = [*subject.looked_at, *_looked_at(view, processes), *_heard(view, beats), *said]
+    return Diagnosis(status, findings, looked_at, tables)
+
+
+def _standing(
+    view: View, processes: Sequence[RankProcess], beats: Sequence[Beat], now: float
+) -> Iterator[DiagnoseFinding]:
+    """Where the ranks of a silent run stand, unless one of them is known to stand still."""
+    if view.state.name in ("stalled", "ended") and not any(process.is_halted for process in processes):
+        # Where nothing lives any more, nothing tells whether a run hung before it ended.
+        is_live = view.state.name == "stalled" or bool(processes)
+        yield from where_they_stand(processes, beats, now, is_live)
+
+
+def _heard(view: View, beats: Sequence[Beat]) -> Iterator[str]:
+    """Whose last words are missing."""
+    world = view.log.header["meta"]["segments"][-1]["world"] if beats else 0
+    if len(beats) < world:
+        yield f"Last words of {rank_beats.names(beats)} only, of {world} ranks: the others do not write to this folder."
 
 
 def _status(view: View, findings: Sequence[DiagnoseFinding]) -> tuple[Status, list[str]]:
@@ -88,24 +110,23 @@ def _looked_at(view: View, processes: Sequence[RankProcess]) -> Iterator[str]:
         yield f"No process of this run and this user is on this machine{elsewhere}: stacks could not be looked at."
 
 
-def _is_silent(view: View) -> bool:
-    return view.state.name in ("stalled", "ended")
-
-
 def last_act(view: View) -> str:
     """What the run did last, by its log: one of the constants of this module."""
-    log, progress = view.log, view.progress
+    log = view.log
     if not log.steps:
         return STARTING
     last = log.steps[-1].iter
     if any(v.iter is not None and v.iter >= last for v in log.validations):
         return EVALUATED
-    if "checkpoint" in kinds_since(log, last) or "Saving checkpoint" in log.last_line:
-        return SAVING
-    return EPOCH_END if progress.iters_per_epoch and last % progress.iters_per_epoch == 0 else TRAINING
+    if not is_evaluating(log, view.progress):
+        return TRAINING
+    saves = any(beat.doing is Doing.SAVES for beat in log.beats) or "Saving checkpoint" in log.last_line
+    return SAVING if saves or "checkpoint" in kinds_since(log, last) else EPOCH_END
 
 
-def _silence(subject: Subject, processes: Sequence[RankProcess]) -> Iterator[DiagnoseFinding]:
+def _silence(
+    subject: Subject, processes: Sequence[RankProcess], last_words: Sequence[Evidence]
+) -> Iterator[DiagnoseFinding]:
     """The stall itself, and what the last line says of it."""
     view = subject.view
     assert view is not None
@@ -124,7 +145,7 @@ def _silence(subject: Subject, processes: Sequence[RankProcess]) -> Iterator[Dia
             _next_steps(processes),
         )
     elif _is_pausing(view):
-        yield _by_last_act(view, Severity.INFO)
+        yield _by_last_act(view, Severity.INFO, last_words)
     for alarm in subject.alarms("RUN005"):
         yield from_alarm(alarm, 0.9)
 
@@ -135,7 +156,7 @@ def _is_pausing(view: View) -> bool:
     return view.state.name == "running" and long and last_act(view) in (SAVING, EPOCH_END)
 
 
-def _by_last_act(view: View, severity: Severity) -> DiagnoseFinding:
+def _by_last_act(view: View, severity: Severity, last_words: Sequence[Evidence] = ()) -> DiagnoseFinding:
     state, act, lengths = view.state, last_act(view), evaluation_lengths(view.log)
     silence = span(state.silence_s) if state.silence_s is not None else "an unknown time"
     usual = f"evaluations took up to {span(max(lengths))} here" if lengths else "the log shows no finished evaluation"
@@ -145,7 +166,7 @@ def _by_last_act(view: View, severity: Severity) -> DiagnoseFinding:
         severity,
         0.6 if severity is Severity.WARN else 0.5,
         f"Silent for {silence} {act}",
-        (Evidence("last line", view.log.last_line[:120]), Evidence("log", usual + limit)),
+        (Evidence("last line", view.log.last_line[:120]), Evidence("log", usual + limit), *last_words),
         _WHY[act] if severity is Severity.WARN else "An evaluation writes nothing for minutes: this is usual.",
         (Remedy({}, "one epoch without evaluation shows whether it is the culprit"),)
         if act in (SAVING, EPOCH_END) and severity is Severity.WARN

@@ -1,4 +1,4 @@
-"""What the processes of a run say of a hang: one that cannot run, and one that stands elsewhere than the others."""
+"""What the ranks of a run say of a hang: one that cannot run, and one that stands elsewhere than the others."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ from collections.abc import Iterator, Sequence
 
 import psutil
 
+from bevctl.diagnose.rank_beats import culprit, last_words, standing
 from bevctl.diagnose.rank_processes import COLLECTIVE, RankProcess, top
 from bevctl.diagnose.report import DiagnoseFinding, Remedy
 from bevctl.finding import Evidence, Severity
+from bevctl.runs.records import Beat, Doing
 
-CANNOT_RUN, STACKS = "HANG103", "HANG104"
+CANNOT_RUN, STANDING = "HANG103", "HANG104"
 DEAD_WORKER = "resume from the last checkpoint; `bevctl diagnose oom` tells of processes killed for memory"
 
 
-def cannot_run(processes: Sequence[RankProcess]) -> Iterator[DiagnoseFinding]:
-    """Processes that are stopped, dead or stuck in the kernel, and loading processes that are."""
+def cannot_run(processes: Sequence[RankProcess], last_words: Sequence[Evidence] = ()) -> Iterator[DiagnoseFinding]:
+    """Processes that are stopped, dead or stuck in the kernel, and loading processes that are.
+
+    Args:
+        last_words: of the ranks, as further evidence.
+    """
     evidence, fixes = [], []
     for process in processes:
         if process.status == psutil.STATUS_STOPPED:
@@ -37,37 +43,58 @@ def cannot_run(processes: Sequence[RankProcess]) -> Iterator[DiagnoseFinding]:
         yield DiagnoseFinding(
             CANNOT_RUN,
             Severity.FAIL,
-            0.95,
+            0.95 if any(p.is_halted or p.bad_workers for p in processes) else 0.7,  # a rank may write at this moment
             f"{evidence[0].where}: {evidence[0].what}",
-            tuple(evidence),
+            (*evidence, *last_words),
             "A process that does not run keeps every other rank waiting.",
             tuple(Remedy({}, fix) for fix in dict.fromkeys(fixes)),
         )
 
 
-def stacks(processes: Sequence[RankProcess], silent: bool) -> Iterator[DiagnoseFinding]:
-    """Where the ranks stand; one that stands elsewhere than the others is the culprit."""
+def where_they_stand(
+    processes: Sequence[RankProcess], beats: Sequence[Beat], now: float, is_live: bool
+) -> Iterator[DiagnoseFinding]:
+    """Where the ranks of a silent run stand, by their last words and their stacks; the one elsewhere is the culprit.
+
+    Args:
+        is_live: the run is known to hang, and not only to have ended somehow.
+    """
     seen = [process for process in processes if process.stack]
-    if not seen or not silent:
-        return
-    doings = {process.pid: process.doing or process.stack[0] for process in seen}
-    usual = _usual(list(doings.values()))
-    apart = [process for process in seen if usual is not None and doings[process.pid] != usual]
-    if apart:
-        named = ", ".join(process.name for process in apart)
-        title, sure = f"{named}: {doings[apart[0].pid]}, while the others are alike: {usual}", 0.9
-    elif usual is not None and len(seen) > 1:
-        title, sure = f"All {len(seen)} ranks are alike: {usual}", 0.6
+    told = [] if all(beat.doing is Doing.LEFT for beat in beats) else list(beats)
+    behind = culprit(told, now)
+    apart, usual = _apart(seen)
+    if behind is not None:
+        title, sure = behind.title, 0.95
+    elif apart:
+        title, sure = f"{', '.join(p.name for p in apart)}: {_at(apart[0])}, while the others are alike: {usual}", 0.9
+    elif told:
+        title, sure = standing(told, now) + (f" (stacks: {usual})" if usual is not None else ""), 0.6
+    elif seen:
+        is_shared = usual is not None and len(seen) > 1
+        each = "; ".join(f"{process.name}: {_at(process)}" for process in seen)
+        title, sure = f"All {len(seen)} ranks are alike: {usual}" if is_shared else each, 0.6
     else:
-        title, sure = "; ".join(f"{process.name}: {doings[process.pid]}" for process in seen), 0.6
+        return
+    bad = Severity.FAIL if behind is not None else Severity.WARN
     yield DiagnoseFinding(
-        STACKS,
-        Severity.WARN,
+        STANDING,
+        bad if is_live else Severity.INFO,
         sure,
         title,
-        tuple(Evidence(process.name, top(process)) for process in seen),
+        (*last_words(told, now), *(Evidence(process.name, top(process)) for process in seen)),
         "What it stands in is what the run waits for.",
+        behind.fix if behind is not None else (),
     )
+
+
+def _at(process: RankProcess) -> str:
+    return process.doing or process.stack[0]
+
+
+def _apart(seen: Sequence[RankProcess]) -> tuple[list[RankProcess], str | None]:
+    """The ranks that stand elsewhere than the others, and where those are; None where that cannot be told."""
+    usual = _usual([_at(process) for process in seen]) if seen else None
+    return [process for process in seen if usual is not None and _at(process) != usual], usual
 
 
 def _usual(doings: Sequence[str]) -> str | None:

@@ -7,13 +7,13 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from bevctl.runs.records import RunLog
+from bevctl.runs.records import Beat, RunLog
 
 DUMP_S = 20.0
 """Longest time that py-spy may take for one process."""
@@ -53,6 +53,11 @@ class RankProcess:
         return f"pid {self.pid}" if self.rank is None else f"rank {self.rank} (pid {self.pid})"
 
     @property
+    def is_halted(self) -> bool:
+        """Whether it is stopped by a signal, or dead."""
+        return self.status in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+
+    @property
     def doing(self) -> str:
         """What it waits for, by its stack; empty where that does not tell."""
         return doing(self.stack)
@@ -64,22 +69,32 @@ def doing(stack: Sequence[str]) -> str:
     return named[0][1] if named else ""
 
 
-def processes_of(log: RunLog) -> list[RankProcess]:
-    """The training processes of a run that live on this machine and belong to this user, by rank."""
-    roots = _roots(log)
+def processes_of(log: RunLog, beats: Sequence[Beat] = ()) -> list[RankProcess]:
+    """The training processes of a run that live on this machine and belong to this user, by rank.
+
+    Args:
+        beats: the last words of its ranks.
+    """
+    here = {beat.pid: beat.rank for beat in beats if beat.host == socket.gethostname()}
+    roots = _roots(log, here)
     ranks = {process.pid: process for root in roots for process in [root, *_siblings(root)]}
-    known = [_look(process) for process in ranks.values()]
+    known = [_look(process, here.get(process.pid)) for process in ranks.values()]
     return sorted(
         (p for p in known if p is not None), key=lambda p: (p.rank is None, p.rank if p.rank is not None else p.pid)
     )
 
 
-def _roots(log: RunLog) -> list[psutil.Process]:
-    """The process that run.json names, or those that have one of the log's files open for writing."""
+def _roots(log: RunLog, told: Container[int]) -> list[psutil.Process]:
+    """The processes that run.json and the ranks name, or those that have one of the log's files open for writing.
+
+    Args:
+        told: pids of ranks on this machine.
+    """
     meta = log.header.get("meta") or {}
     if log.format == "bevctl" and isinstance(meta.get("pid"), int):
-        here = meta.get("host") == socket.gethostname() and meta.get("status") == "running"
-        return [process for process in _mine() if here and process.pid == meta["pid"]]
+        main = meta["pid"] if meta.get("host") == socket.gethostname() else None
+        is_running = meta.get("status") == "running"
+        return [p for p in _mine() if is_running and (p.pid == main or p.pid in told)]
     files = {str(path.resolve()) for path in log.files}
     writers = {process.pid: process for process in _mine() if files & set(_written(process))}
     # Loading processes inherit the open file of the rank that started them.
@@ -129,14 +144,15 @@ def _siblings(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def _look(process: psutil.Process) -> RankProcess | None:
+def _look(process: psutil.Process, rank: int | None) -> RankProcess | None:
+    """What is known of a process; `rank`: as the run tells it."""
     try:
         status = process.status()
         workers = tuple(_bad(process.children()))
     except psutil.Error:
         return None
     stack, why = ((), "") if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED) else stack_of(process.pid)
-    return RankProcess(process.pid, _rank(process), status, workers, stack, why)
+    return RankProcess(process.pid, _rank(process) if rank is None else rank, status, workers, stack, why)
 
 
 def _bad(children: Iterable[psutil.Process]) -> Iterator[tuple[int, str]]:

@@ -40,7 +40,8 @@ from bevctl.engine.workdir import find_checkpoint, read_resume, work_dir_of
 from bevctl.errors import BevctlError, ExitCode
 from bevctl.evaluate.job import evaluate_split
 from bevctl.files import atomic_write_text
-from bevctl.runs.heartbeat import Doing, Heartbeat
+from bevctl.runs.heartbeat import Heartbeat
+from bevctl.runs.records import Doing
 from bevctl.runs.work_dir import check_unused
 from bevctl.runs.writer import RunWriter, read_run
 

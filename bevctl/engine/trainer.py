@@ -21,7 +21,8 @@ from bevctl.engine.resume import RandomCapture, set_random_state
 from bevctl.engine.signals import Interrupted, StopRequest
 from bevctl.engine.step import TrainStep
 from bevctl.errors import BevctlError, ExitCode
-from bevctl.runs.heartbeat import Doing, Heartbeat
+from bevctl.runs.heartbeat import Heartbeat
+from bevctl.runs.records import Doing
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bevctl.monitor.progress import Progress, evaluation_lengths
-from bevctl.runs.records import EventRecord, RunLog
+from bevctl.runs.records import Doing, EventRecord, RunLog
 
 DAY_S = 86400.0
 LEAST_SILENCE_S = 60.0
@@ -153,14 +153,19 @@ def silence_limit(log: RunLog, progress: Progress) -> float:
         return STARTING_S
     usual = (progress.iter_time_s or 0.0) * (log.interval or 1)
     limit = max(LEAST_SILENCE_S, USUAL_LINES * usual)
-    if _is_evaluating(log, progress):
+    if is_evaluating(log, progress):
         known = evaluation_lengths(log)
         return max(limit, 3 * max(known) if known else UNKNOWN_EVALUATION_S)
     return limit
 
 
-def _is_evaluating(log: RunLog, progress: Progress) -> bool:
-    """Whether the last thing the run did was to save, or to finish an epoch: an evaluation writes nothing for long."""
+def is_evaluating(log: RunLog, progress: Progress) -> bool:
+    """Whether the run saves or evaluates, by its ranks or because it saved or ended an epoch last.
+
+    An evaluation writes nothing for long.
+    """
+    if log.beats:
+        return any(beat.doing in (Doing.SAVES, Doing.EVALUATES) for beat in log.beats)
     last = log.steps[-1]
     since = kinds_since(log, last.iter)
     if any(v.iter is not None and v.iter >= last.iter for v in log.validations):

@@ -11,68 +11,18 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from bevctl.runs.layout import is_count, is_moment
 from bevctl.runs.readers.json_lines import decode_object
+from bevctl.runs.records import Beat, Doing
 
 FOLDER = "ranks"
 _LENGTH = 512
 """Bytes of a file: a host's name has at most 255."""
 _READS, _BETWEEN_READS_S = 3, 0.01
-
-
-class Doing(str, Enum):
-    """What a rank is at."""
-
-    STARTS = "starts"
-    DATA = "waits for data"
-    GRADIENTS = "computes gradients"
-    DEVICE = "waits for the device"
-    """For the outcome of a step that it has launched: on a GPU, collectives wait here for the other ranks."""
-    UPDATE = "updates the weights"
-    SAVES = "saves a checkpoint"
-    EVALUATES = "evaluates"
-    LEFT = "left the training"
-
-    def __str__(self) -> str:
-        return self.value
-
-    @property
-    def plural(self) -> str:
-        """What several ranks do."""
-        verb, *rest = self.value.split(" ")
-        return " ".join([verb.removesuffix("s"), *rest])
-
-
-@dataclass(frozen=True)
-class Beat:
-    """A rank's last word."""
-
-    rank: int
-    host: str
-    pid: int
-    started: float
-    """Unix time of the start that it belongs to, the same on every rank and in the last segment of run.json."""
-    turn: int
-    """How often it has turned to something else since the start. The ranks of a run take the same turns: whoever has
-    taken fewer is behind."""
-    iteration: int
-    """The one at hand (1-based); the last one that is done where it saves or evaluates."""
-    doing: Doing
-    time: float
-    """Unix time, by this host's clock, since which it does so."""
-
-    @property
-    def place(self) -> str:
-        """Where in the training that is."""
-        if self.doing is Doing.STARTS:
-            return ""
-        return f"{'after' if self.doing in (Doing.SAVES, Doing.EVALUATES) else 'in'} iteration {self.iteration}"
 
 
 class Heartbeat:

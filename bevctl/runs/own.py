@@ -1,10 +1,11 @@
-"""What bevctl notes beside a log: run.json, and config.yaml of its own runs."""
+"""What bevctl notes beside a log: run.json, and config.yaml and the ranks' last words of its own runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from bevctl.runs.heartbeat import read_beats
 from bevctl.runs.layout import is_count
 from bevctl.runs.records import RunLog
 from bevctl.runs.writer import read_run
@@ -22,6 +23,7 @@ def read_own_header(folder: Path, log: RunLog) -> None:
         if isinstance(document.get(name), str):
             log.header[name] = document[name]
     log.header["work_dir"] = str(folder)
+    log.beats = read_beats(folder, document)
     segments = [segment for segment in document["segments"] if isinstance(segment, dict)]
     if segments:
         _from_segment(segments[-1], log)

@@ -1,4 +1,4 @@
-"""What a run leaves behind, as data: one StepRecord an iteration, one EventRecord for anything else, a RunLog of all.
+"""What a run leaves behind, as data: a StepRecord an iteration, a Beat a rank, EventRecords, and a RunLog of all.
 
 All are read and written without torch. Field names are the metric names that logs, `expect:` and JSON share.
 """
@@ -6,6 +6,7 @@ All are read and written without torch. Field names are the metric names that lo
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,55 @@ class Segment:
     last_time: float | None
 
 
+class Doing(str, Enum):
+    """What a rank is at."""
+
+    STARTS = "starts"
+    DATA = "waits for data"
+    GRADIENTS = "computes gradients"
+    DEVICE = "waits for the device"
+    """For the outcome of a step that it has launched: on a GPU, collectives wait here for the other ranks."""
+    UPDATE = "updates the weights"
+    SAVES = "saves a checkpoint"
+    EVALUATES = "evaluates"
+    LEFT = "left the training"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def plural(self) -> str:
+        """What several ranks do."""
+        verb, *rest = self.value.split(" ")
+        return " ".join([verb.removesuffix("s"), *rest])
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A rank's last word: what it is at."""
+
+    rank: int
+    host: str
+    pid: int
+    started: float
+    """Unix time of the start that it belongs to, the same on every rank and in the last segment of run.json."""
+    turn: int
+    """How often it has turned to something else since the start. The ranks of a run take the same turns: whoever has
+    taken fewer is behind."""
+    iteration: int
+    """The one at hand (1-based); the last one that is done where it saves or evaluates."""
+    doing: Doing
+    time: float
+    """Unix time, by this host's clock, since which it does so."""
+
+    @property
+    def place(self) -> str:
+        """Where in the training that is."""
+        if self.doing is Doing.STARTS:
+            return ""
+        return f"{'after' if self.doing in (Doing.SAVES, Doing.EVALUATES) else 'in'} iteration {self.iteration}"
+
+
 @dataclass
 class RunLog:
     """A run, or a window of it, as read from its files."""
@@ -105,6 +155,8 @@ class RunLog:
     validations: list[ValidationRecord] = field(default_factory=list)
     events: list[EventRecord] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
+    beats: list[Beat] = field(default_factory=list)
+    """The last word of each rank, by rank, where the run keeps them (see `bevctl.runs.heartbeat`)."""
     records: int = 0
     """Training records in the window, `steps` thinned or not."""
     metrics: dict[str, Metric] = field(default_factory=dict)

@@ -15,10 +15,11 @@ import pytest
 
 from bevctl.diagnose import hang, rank_processes
 from bevctl.diagnose.hang import gpu_pattern
-from bevctl.diagnose.rank_findings import cannot_run, stacks
+from bevctl.diagnose.rank_findings import cannot_run, where_they_stand
 from bevctl.diagnose.rank_processes import RankProcess, doing, main_thread
 from bevctl.diagnose.report import DiagnoseFinding, DiagnoseRequest, Diagnosis, Status
 from bevctl.diagnose.subject import read_subject
+from bevctl.finding import Severity
 from bevctl.monitor.gpus import Gpu
 from tests.conftest import Outcome
 from tests.runs.logs import START, mmcv_line, mmcv_message, write
@@ -194,7 +195,7 @@ def test_what_a_stack_says(inner: str, expected: str) -> None:
 
 
 def _stacks(*inner: str) -> Sequence[DiagnoseFinding]:
-    return list(stacks([_rank(rank, frame) for rank, frame in enumerate(inner)], True))
+    return list(where_they_stand([_rank(rank, frame) for rank, frame in enumerate(inner)], (), 0.0, is_live=True))
 
 
 def test_the_rank_that_stands_apart_is_named() -> None:
@@ -202,7 +203,8 @@ def test_the_rank_that_stands_apart_is_named() -> None:
     assert finding.title.startswith("rank 1 (pid 801): waits for data, while the others")
     (alike,) = _stacks(COLLECTIVE, COLLECTIVE)
     assert alike.title == "All 2 ranks are alike: waits in a collective"
-    assert list(stacks([_rank(0, COLLECTIVE)], False)) == []
+    (ended,) = where_they_stand([_rank(0, COLLECTIVE)], (), 0.0, is_live=False)
+    assert ended.severity is Severity.INFO
 
 
 def test_processes_at_work_are_no_finding() -> None:

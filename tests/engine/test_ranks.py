@@ -21,7 +21,8 @@ from bevctl.engine.checkpoint import read_checkpoint
 from bevctl.engine.dist import World, gather, on_main, process_group, world_from_environment
 from bevctl.engine.incident import find_incidents, read_batches, read_incident
 from bevctl.errors import BevctlError, ExitCode
-from bevctl.runs.heartbeat import Doing, read_beats
+from bevctl.runs.heartbeat import read_beats
+from bevctl.runs.records import Doing
 
 from .fakes import Bench, OverflowingNet, point_config
 

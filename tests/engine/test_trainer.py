@@ -21,7 +21,8 @@ from bevctl.console import Console
 from bevctl.engine import run as engine_run
 from bevctl.engine.checkpoint import read_checkpoint
 from bevctl.errors import BevctlError, ExitCode
-from bevctl.runs.heartbeat import Doing, Heartbeat, read_beats
+from bevctl.runs.heartbeat import Heartbeat, read_beats
+from bevctl.runs.records import Doing
 
 from .fakes import Bench, PointData, point_config
 

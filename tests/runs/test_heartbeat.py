@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bevctl.runs import heartbeat
-from bevctl.runs.heartbeat import Beat, Doing, Heartbeat, read_beats
+from bevctl.runs.heartbeat import Heartbeat, read_beats
+from bevctl.runs.records import Beat, Doing
 
 STARTED = 1.79e9 + 0.123456
 RUN = {"segments": [{"started": 1.7e9, "world": 8}, {"started": STARTED, "world": 2}]}
