@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +109,7 @@ def command(
         return _measure_mmdet3d(console, config)
 
     from bevctl.engine.dist import select_device
-    from bevctl.measure.memory import BASIS
+    from bevctl.measure.memory import BASIS, running_on
     from bevctl.measure.memory_plans import plan_called
     from bevctl.measure.memory_report import examine, measure
     from bevctl.measure.memory_text import tables
@@ -122,7 +120,7 @@ def command(
     told = step_time / config.train.accumulate if step_time is not None else None
     seconds = compared.measured.step_s if compared is not None else told
     known = _times(console, config, seconds, times)
-    with _running_on(kernels):
+    with running_on(kernels):
         report = dataclasses.replace(examine(config, known, gpus, price, fit, console.info), comparison=compared)
     for shown in tables(report):
         console.result(shown)
@@ -165,17 +163,6 @@ def _measure_mmdet3d(console: Console, config: Config) -> int:
     }
     console.document("memory", body)
     return ExitCode.OK
-
-
-def _running_on(kernels: str) -> AbstractContextManager[None]:
-    """Predictions inside are for these kernels; by default for what runs here, and for Triton's where no GPU is."""
-    import torch
-
-    from bevctl.ops import backend
-
-    if kernels == "auto" and torch.cuda.is_available() and not backend.is_plain():
-        kernels = "auto" if backend.reason(torch.device("cuda")).startswith("Triton") else "torch"
-    return contextlib.nullcontext() if kernels == "auto" else backend.forced(kernels)
 
 
 def _times(console: Console, config: Config, seconds: float | None, source: Path | None) -> StepTimes:

@@ -19,6 +19,8 @@ from bevctl.console import Console
 from bevctl.errors import BevctlError, ExitCode
 
 if TYPE_CHECKING:
+    import torch
+
     from bevctl.config.schema import Config
     from bevctl.engine.dist import World
     from bevctl.engine.launch import Cluster
@@ -230,15 +232,30 @@ def _preview(config: Config, run: RunOptions, cluster: Cluster, console: Console
     from bevctl.engine.preview import preview
     from bevctl.engine.workdir import work_dir_of
 
-    parts = build_parts(config, World(size=cluster.gpus * cluster.nnodes), select_device(config.device))
+    world = World(size=cluster.gpus * cluster.nnodes)
+    parts = build_parts(config, world, select_device(config.device))
     work_dir = work_dir_of(config)
     planned = preview(parts, work_dir, run.max_iters)
+    memory, told = _expected_memory(config, parts.device, world.size)
     console.result(to_yaml(config).rstrip())
-    for line in (*parts.notes, *planned.sentences(), f"Folder of the run: {work_dir}"):
+    for line in (*parts.notes, *planned.sentences(told), f"Folder of the run: {work_dir}"):
         console.result(line)
-    numbers = {**vars(planned), "duration_s": planned.duration_s}
+    numbers = {**vars(planned), "duration_s": planned.duration_s, "memory": memory}
     console.document("train", {"dry_run": True, "config": to_dict(config), "work_dir": work_dir, **numbers})
     return ExitCode.OK
+
+
+def _expected_memory(config: Config, device: torch.device, gpus: int) -> tuple[dict[str, int | None] | None, str]:
+    """The predicted memory of a GPU as a document and in words; None where nothing is predicted."""
+    from bevctl.measure.memory_expected import expected_memory
+
+    if config.device == "cpu":
+        return None, "activations come on top"
+    try:
+        expected = expected_memory(config, device, gpus)
+    except BevctlError as error:
+        return None, f"activations come on top. {error.message}"
+    return expected.document(), expected.sentence()
 
 
 def _detach(console: Console, work_dir: Path) -> int:

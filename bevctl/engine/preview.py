@@ -33,12 +33,13 @@ class Preview:
     def duration_s(self) -> float | None:
         return None if self.iter_time_s is None else self.iter_time_s * self.stop_at
 
-    def sentences(self) -> list[str]:
+    def sentences(self, memory: str = "activations come on top") -> list[str]:
+        """What the user reads; `memory` goes on where the memory that is certain was told."""
         lines = [
             f"Steps: {self.stop_at} of {self.total_iters} ({self.iters_per_epoch} an epoch, "
             f"{self.global_batch} samples each)",
             f"Memory: {self.state_bytes / 2**30:.2f} GiB a GPU for {self.parameters:,} weights, their gradients and "
-            "AdamW's state; activations come on top",
+            f"AdamW's state; {memory}",
         ]
         if self.duration_s is None:
             return [*lines, "Finish: not known, no iteration of this setting has been timed in its work_dir yet"]

@@ -23,7 +23,7 @@ from bevctl.data.split import open_split
 from bevctl.engine.dist import World, gather, on_main
 from bevctl.engine.precision import resolve_precision
 from bevctl.errors import BevctlError, ExitCode
-from bevctl.measure.memory import Predictor
+from bevctl.measure.memory import Predictor, running_on
 from bevctl.measure.memory_inputs import large_sample, sample_sizes
 from bevctl.measure.memory_plans import MARGIN
 from bevctl.measure.timing import build_step, step_seconds
@@ -91,7 +91,8 @@ def _find_batch(config: Config, world: World, device: torch.device, tell: Tell) 
 
     def reserved() -> list[int]:
         predictor = Predictor(config, sample_sizes(config).p99, world.size)
-        return [predictor.need(precision, n, config.model.checkpointing).reserved for n in range(1, most + 1)]
+        with running_on():
+            return [predictor.need(precision, n, config.model.checkpointing).reserved for n in range(1, most + 1)]
 
     estimated = largest_within(on_main(world, reserved), free * (1 - MARGIN))
     tell(f"--batch auto: {estimated} by prediction for {format_gib(free)} free memory with {MARGIN:.0%} to spare")

@@ -6,14 +6,19 @@ what CUDA itself takes beside torch's allocator.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+
+import torch
 
 from bevctl.config.schema import Config
 from bevctl.errors import BevctlError, ExitCode
 from bevctl.measure.memory_places import GRADIENTS
 from bevctl.measure.memory_trace import SampleSize, StepMemory, trace_step
+from bevctl.ops import backend
 
 WORKSPACE_SHARE = 0.07
 """Workspaces and temporary copies of cuDNN, over everything that the trace counts; from measurements, see BASIS.
@@ -82,13 +87,20 @@ def need_of(config: Config, step: StepMemory, gpus: int = 1) -> Need:
     return Need(components, more + step.peak, reserved, reserved + sum(outside.values()))
 
 
-def predict(config: Config, precision: str, sizes: Sequence[SampleSize]) -> Need:
-    """The peak of a step in fp16, bf16 or fp32 on one sample of each of `sizes`.
+def running_on(kernels: str = "auto") -> AbstractContextManager[None]:
+    """Predictions inside are for these kernels: auto (those of the GPU here, else Triton's), torch or triton."""
+    if kernels == "auto" and torch.cuda.is_available() and not backend.is_plain():
+        kernels = "auto" if backend.reason(torch.device("cuda")).startswith("Triton") else "torch"
+    return contextlib.nullcontext() if kernels == "auto" else backend.forced(kernels)
+
+
+def predict(config: Config, precision: str, sizes: Sequence[SampleSize], gpus: int = 1) -> Need:
+    """The peak of a step in fp16, bf16 or fp32 on one sample of each of `sizes`, of a run on `gpus` GPUs.
 
     Raises:
         BevctlError: Triton is not installed (exit code 3).
     """
-    return need_of(config, _trace(config, "fp16" if precision == "bf16" else precision, sizes))
+    return need_of(config, _trace(config, "fp16" if precision == "bf16" else precision, sizes), gpus)
 
 
 def _trace(config: Config, precision: str, sizes: Sequence[SampleSize]) -> StepMemory:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 from bevctl.preflight.checks import Context
+from bevctl.preflight.gpu_selection import gpus_in_use
 
 _STATE_COPIES = 4
 """FP32 numbers a parameter on the GPU: weight, gradient and AdamW's two averages."""
@@ -57,18 +59,28 @@ def step_bytes(context: Context) -> StepNeed:
     from bevctl.errors import BevctlError
     from bevctl.measure.memory import Predictor
     from bevctl.measure.memory_inputs import sample_sizes
+    from bevctl.ops import backend
 
     model = config.model
     precision = "fp16" if context.precision == "auto" else context.precision
     try:
         sizes = sample_sizes(config, most=_SAMPLES)
-        typical, large = (
-            Predictor(config, size, context.gpus or 1).need(precision, context.batch, model.checkpointing).device
-            for size in (sizes.typical, sizes.p99)
-        )
+        with backend.forced("torch") if _without_kernels(context) else contextlib.nullcontext():
+            typical, large = (
+                Predictor(config, size, context.gpus or 1).need(precision, context.batch, model.checkpointing).device
+                for size in (sizes.typical, sizes.p99)
+            )
     except BevctlError as error:
         raise NotKnown(error.message) from error
     return StepNeed(typical, large)
+
+
+def _without_kernels(context: Context) -> bool:
+    """Whether a GPU of the run is too old for the kernels (a V100), whose place plain torch takes."""
+    from bevctl.ops.backend import MINIMUM_CAPABILITY
+
+    capabilities = [gpu.capability for gpu in context.once(gpus_in_use).used]
+    return any(isinstance(found, tuple) and found < MINIMUM_CAPABILITY for found in capabilities)
 
 
 def checkpoint_bytes(context: Context) -> int:

@@ -21,6 +21,7 @@ from bevctl.engine.checkpoint import read_checkpoint
 from bevctl.errors import ExitCode
 from bevctl.models.build import build_model
 from bevctl.preflight.host import Limit
+from bevctl.sizes import format_gib
 
 from ..conftest import Outcome
 from ..engine.disk import write_run_files
@@ -118,6 +119,16 @@ def test_the_dry_run_resolves_the_rate_and_uses_earlier_times(invoke: Invoke, na
     timed = invoke("train", nano, "--work-dir", "run", "-n", "--json").document
     assert timed["iter_time_s"] > 0
     assert timed["duration_s"] == pytest.approx(timed["iter_time_s"] * 8)
+
+
+def test_the_dry_run_says_what_the_gpu_will_show(invoke: Invoke, nano: Path) -> None:
+    memory = invoke("train", nano, "-n", "--device", "auto", "--json").document["memory"]
+    assert 0 < memory["allocated_bytes"] <= memory["reserved_bytes"] < memory["device_bytes"]
+    assert (memory["card_bytes"] is None) != torch.cuda.is_available()
+    told = invoke("train", nano, "-n", "--device", "auto").out
+    assert f"{format_gib(memory['device_bytes'])} on the device, as nvidia-smi shows it (predicted)" in told
+    on_cpu = invoke("train", nano, "-n", "--device", "cpu", "--json").document
+    assert (on_cpu["memory"], on_cpu["state_bytes"] > 0) == (None, True)
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pynvml
 import pytest
 
 from bevctl.finding import Check, CheckStatus
+from bevctl.measure import memory, memory_inputs
+from bevctl.ops import backend
 from bevctl.preflight import gpu, gpu_compute, gpu_health, gpu_memory, gpu_probe, needs
 from bevctl.preflight.checks import Context
 from bevctl.preflight.gpu_compute import TorchBuild
 from bevctl.preflight.needs import StepNeed
+from bevctl.preflight.nvml import NotReported
 from bevctl.preflight.run import Selection, run_checks
 from tests.preflight import fake_nvml
 from tests.preflight.conftest import MakeContext
@@ -88,6 +92,26 @@ def test_the_prediction_is_that_of_the_memory_command(make_context: MakeContext)
     context = make_context("model.camera=null", "model.map=null", "precision.dtype=fp16")
     need = needs.step_bytes(context)
     assert needs.CUDA_CONTEXT < need.typical <= need.large
+
+
+@pytest.mark.parametrize(("capability", "plain"), [((7, 0), True), ((8, 0), False), (NotReported("no"), False)])
+def test_the_prediction_for_a_card_without_kernels_is_that_of_plain_torch(
+    make_context: MakeContext, monkeypatch: pytest.MonkeyPatch, capability: object, plain: bool
+) -> None:
+    asked: list[bool] = []
+
+    class Predictor:
+        def __init__(self, *_: object) -> None:
+            asked.append(backend.is_plain())
+
+        def need(self, *_: object) -> SimpleNamespace:
+            return SimpleNamespace(device=1)
+
+    monkeypatch.setattr(memory, "Predictor", Predictor)
+    monkeypatch.setattr(memory_inputs, "sample_sizes", lambda *_, **__: SimpleNamespace(typical=None, p99=None))
+    monkeypatch.setattr(needs, "gpus_in_use", lambda _: SimpleNamespace(used=[SimpleNamespace(capability=capability)]))
+    needs.step_bytes(make_context("model.camera=null", "model.map=null"))
+    assert asked == [plain, plain]
 
 
 @pytest.mark.parametrize("card", [v100s, t4])
