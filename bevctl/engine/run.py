@@ -143,7 +143,8 @@ def _train(
                 journal.event(kind, note)
         accelerate(parts.state.model, config, world, parts.device, functools.partial(journal.event, "compile"))
         if options.resume is not None and resumed.iteration >= plan.stop_at:
-            journal.event("end", f"Nothing left to train: iteration {resumed.iteration} of {plan.stop_at} is done")
+            done = f"Nothing left to train: iteration {resumed.iteration} of {plan.stop_at} is done"
+            _note_end(journal, done, "finished", resumed.iteration)
             return RunResult(ExitCode.OK, work_dir, resumed.iteration, None)
         network = data_parallel(parts.state.model, world, parts.device, config.train)
         trainer = Trainer(
@@ -191,9 +192,13 @@ def _fit(trainer: Trainer, journal: RunJournal) -> ExitCode:
     finally:
         journal.close_bar()
         journal.abandon_saving()
-        if journal.writer is not None:
-            journal.event("end", f"{message} (iteration {trainer.iteration})", status=status)
-            journal.writer.update(status=status, ended=time.time(), iter=trainer.iteration)
+        _note_end(journal, f"{message} (iteration {trainer.iteration})", status, trainer.iteration)
+
+
+def _note_end(journal: RunJournal, message: str, status: str, iteration: int) -> None:
+    if journal.writer is not None:
+        journal.event("end", message, status=status)
+        journal.writer.update(status=status, ended=time.time(), iter=iteration)
 
 
 def _conclusion(trainer: Trainer) -> str:

@@ -20,6 +20,7 @@ from bevctl.engine import run as engine_run
 from bevctl.engine.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from bevctl.engine.resume import foreign_parameter_states
 from bevctl.errors import BevctlError, ExitCode
+from bevctl.runs.writer import read_run
 from tests.models.nano import with_value
 
 from .fakes import Bench, point_config
@@ -238,6 +239,7 @@ def test_a_longer_max_iters_continues_and_a_done_run_says_so(tmp_path: Path, ben
         assert bench.train(config, resume="auto", max_iters=limit).iteration == limit
     assert (tmp_path / "run" / "iter_16.pth").exists()
     assert _events(tmp_path / "run", "end")[-1] == "Nothing left to train: iteration 16 of 16 is done"
+    assert read_run(tmp_path / "run")["status"] == "finished"
     straight = bench.train(point_config(tmp_path / "straight"))
     assert straight.checkpoint is not None
     ends = [read_checkpoint(path).state_dict for path in (straight.checkpoint, tmp_path / "run" / "latest")]
