@@ -9,6 +9,7 @@ import numpy as np
 
 from bevctl.diagnose.memory_knobs import Need, comparison, remedies
 from bevctl.diagnose.memory_savings import Savings, predicted_savings
+from bevctl.diagnose.oom_samples import samples_of_step
 from bevctl.diagnose.report import DiagnoseFinding, DiagnoseRequest, Diagnosis, Remedy, Status, Table, status_of
 from bevctl.diagnose.shortage import Shortage, shortages
 from bevctl.diagnose.subject import Subject, from_alarm, read_subject
@@ -77,8 +78,8 @@ def _of_gpu(subject: Subject, found: Sequence[Shortage], need: Need, savings: Sa
     first = found[0]
     knobs = tuple(remedies(subject, need, savings))
     told = [evidence for evidence in alarms[0].evidence if evidence.where != "memory"]  # MEM101 tells it better
-    when = Evidence("when", _moment(view, first))
-    yield DiagnoseFinding("MEM002", Severity.FAIL, 0.95, _title(first), (*told, when), alarms[0].cause, knobs)
+    when = (Evidence("when", _moment(view, first)), *samples_of_step(view, first.event.message))
+    yield DiagnoseFinding("MEM002", Severity.FAIL, 0.95, _title(first), (*told, *when), alarms[0].cause, knobs)
     yield from (*_fragmented(view, first), *_others(first), *_when(view, first))
     if subject.setting.batch is not None and need.gib is not None and subject.setting.batch > 1:
         yield _least(need, subject.setting.batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bevctl.batch import AnyBatch, Batch
 from bevctl.config.schema import Config
-from bevctl.data.loader import Samples
+from bevctl.data.loader import Index, Samples
 from bevctl.data.sample import Sample
 from bevctl.data.split import open_split
 from bevctl.data.synth.street import street_sample
@@ -65,6 +65,17 @@ def sample_sizes(config: Config, most: int = _SAMPLES) -> Sizes:
     found = [_size(config, sample) for sample in (_stored(dataset, most) if dataset is not None else ())]
     sizes = sizes_of(found or [_size(config, s) for s in _streets(blind, most)], str(info) if found else "synthetic")
     return dataclasses.replace(sizes, epoch=len(dataset) if dataset is not None else None)
+
+
+def sizes_at(config: Config, indices: Callable[[int], Iterable[Index]]) -> list[SampleSize]:
+    """Sizes of the training samples that `indices` names of a data set of so many samples, as an epoch reads them.
+
+    Raises:
+        BevctlError: the data set cannot be read.
+    """
+    dataset = open_split(_blind(config), "train")
+    samples = (dataset[index].sample for index in indices(len(dataset)))
+    return [_size(config, sample) for sample in samples if sample is not None]
 
 
 def sizes_of(found: Sequence[SampleSize], source: str) -> Sizes:

@@ -8,17 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from bevctl.config.load import to_dict
-from bevctl.diagnose import oom
+from bevctl.config.load import load, to_dict, to_yaml
+from bevctl.data.split import open_split
+from bevctl.diagnose import oom, oom_samples
 from bevctl.diagnose.memory_knobs import comparison
 from bevctl.diagnose.memory_savings import Savings, predicted_savings
 from bevctl.diagnose.report import Diagnosis, Remedy, Status
 from bevctl.diagnose.setting import Setting
 from bevctl.diagnose.shortage import Shortage
+from bevctl.engine.dist import World
+from bevctl.engine.parts import training_loader
 from bevctl.measure import memory_inputs
 from bevctl.measure.memory_trace import SampleSize
 from bevctl.runs.records import EventRecord
 from tests.conftest import Outcome
+from tests.engine.disk import write_run_files
 from tests.models.nano import nano_config
 from tests.runs.logs import write
 
@@ -150,6 +154,31 @@ def test_a_run_of_bevctl_gets_settings(tmp_path: Path, monkeypatch: pytest.Monke
     assert "which a run of bevctl has by itself unless that variable was set" in allocator
     assert pools.startswith("train.cuda_graphs=false")
     assert the(answer, "MEM106").title.startswith("About")
+
+
+def test_the_samples_of_the_step_are_those_that_it_read(tmp_path: Path) -> None:
+    config = load(write_run_files(tmp_path)).config
+    run = own_run(tmp_path / "run", {"loss": [2.0] * 6}, 6)
+    (run / "config.yaml").write_text(to_yaml(config))
+    segment = {"precision": "fp32", "batch": 2, "world": 1, "accumulate": 1, "iters_per_epoch": 4}
+    document = {"schema": "bevctl.run/1", "status": "failed", "segments": [segment], "iters_per_epoch": 4}
+    (run / "run.json").write_text(json.dumps(document))
+    end = {"kind": "end", "message": f"GPU memory ran out in iteration 7: {NEW}", "time": 1.79e9 + 99}
+    write(run / "events.jsonl", [json.dumps({**end, "data": {"status": "failed"}})])
+    shown = evidence(the(ask("oom", run), "MEM002"))
+    assert "samples of iteration 7: 2 samples, the largest with " in shown
+    assert "of 8 looked at, the median is " in shown
+    told = oom_samples._indices(config, {**segment, "world": 2, "accumulate": 2, "iters_per_epoch": 1}, 3, 8)
+    read = [
+        index
+        for rank in (0, 1)
+        for indices in training_loader(config, open_split(config, "train"), World(rank, 2), 2, 0, False).batch_sampler
+        for index in indices
+    ]
+    assert told == read
+    assert len(set(told)) == 8
+    (tmp_path / config.data.info_train).unlink()
+    assert "samples of iteration" not in evidence(the(ask("oom", run), "MEM002"))
 
 
 @pytest.mark.parametrize(
