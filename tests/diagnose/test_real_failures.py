@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
 import re
@@ -131,28 +132,44 @@ class _Sleeper(PointData):
         return super().__getitem__(index)
 
 
-def _rank(rank: int, run: Path, port: int) -> None:
+def _rank(rank: int, run: Path, port: int, device: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with pytest.MonkeyPatch.context() as patch:
         bench = Bench(patch, Console(io.StringIO(), io.StringIO()))
         if rank == 1:
             patch.setattr(engine_parts, "open_split", _Sleeper)
-        config = point_config(run, train={"epochs": 9})
+        bench.plain = True  # nothing in its forward pass waits for the other rank
+        config = dataclasses.replace(point_config(run, train={"epochs": 9}), device=device)
         engine_run.train(config, engine_run.RunOptions(), World(rank, 2, rank), bench.console)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("device", "waits"),
+    [
+        pytest.param("cpu", "computes gradients", marks=pytest.mark.slow),
+        pytest.param(
+            "cuda",
+            "waits for the device",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA devices"),
+            ],
+        ),
+    ],
+)
 @pytest.mark.usefixtures("_without_py_spy", "_impatient")
-def test_a_rank_that_sleeps_is_named(invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_sleeps_is_named(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, waits: str
+) -> None:
     run = tmp_path / "run"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ranks = multiprocessing.spawn(_rank, (run, port), nprocs=2, join=False)
+    ranks = multiprocessing.spawn(_rank, (run, port, device), nprocs=2, join=False)
     try:
         wait_for(lambda: [beat.iteration for beat in last_words(run)] == [SLEEPS_IN] * 2)
-        wait_for(lambda: time.time() - last_words(run)[0].time > 2.0)
+        wait_for(lambda: invoke("diagnose", "hang", run).code == 1)  # silent for long enough
         result = invoke("diagnose", "hang", run, "--json")
         monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
         afar = invoke("diagnose", "hang", run, "--json")
@@ -164,12 +181,11 @@ def test_a_rank_that_sleeps_is_named(invoke: Invoke, tmp_path: Path, monkeypatch
         told = document["findings"][0]
         assert (told["id"], told["severity"]) == ("HANG104", "fail")
         assert re.fullmatch(
-            rf"rank 1 waits for data in iteration {SLEEPS_IN} for \d+ s; "
-            rf"rank 0 computes gradients in iteration {SLEEPS_IN}",
+            rf"rank 1 waits for data in iteration {SLEEPS_IN} for \d+ s; rank 0 {waits} in iteration {SLEEPS_IN}",
             told["title"],
         )
         steps = [(row["rank"], row["iteration"], row["doing"]) for row in document["ranks"]]
-        assert steps == [(0, SLEEPS_IN, "computes gradients"), (1, SLEEPS_IN, "waits for data")]
+        assert steps == [(0, SLEEPS_IN, waits), (1, SLEEPS_IN, "waits for data")]
     assert [row["rank"] for row in result.document["processes"]] == [0, 1]
     assert "processes" not in afar.document
     assert (result.code, afar.code) == (1, 1)
