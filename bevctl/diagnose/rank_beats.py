@@ -31,10 +31,10 @@ def culprit(beats: Sequence[Beat], now: float) -> Culprit | None:
     others = [beat for beat in beats if beat not in found]
     if not others:
         return None
-    first = _groups(found)[0]
+    first, *rest = _groups(found)
     told = f"{names(first)} {'is gone' if len(first) == 1 else 'are gone'}; last word: " if gone else f"{names(first)} "
-    told += _said(first, now) + (f", as {names(found)}" if len(found) > len(first) else "")
-    return Culprit(f"{told}; {_of_the_others(others)}", (_remedy(first[0], is_absent=bool(gone or left)),))
+    said = [told + _said(first, now), *(f"{names(group)} too" for group in rest), _of_the_others(others)]
+    return Culprit("; ".join(said), (_remedy(first[0], is_absent=bool(gone or left)),))
 
 
 def standing(beats: Sequence[Beat], now: float) -> str:

@@ -145,6 +145,9 @@ def test_a_rank_that_left_is_named_though_it_is_ahead() -> None:
     told = culprit([WAITING[0], left], LAST + MINUTE)
     assert told is not None
     assert told.title == "rank 1 left the training in iteration 61, 59 s ago; rank 0 computes gradients in iteration 61"
+    told = culprit([WAITING[0], left, _beat(2, 305, 62, Doing.LEFT)], LAST + MINUTE)
+    assert told is not None
+    assert told.title.startswith("rank 1 left the training in iteration 61, 59 s ago; rank 2 too; rank 0 computes")
 
 
 def test_others_in_several_places_are_further() -> None:
