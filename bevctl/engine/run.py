@@ -25,6 +25,7 @@ from bevctl.engine.checkpoint import FORMAT, Checkpoint, Shelf, load_state, read
 from bevctl.engine.data_parallel import data_parallel
 from bevctl.engine.determinism import algorithms
 from bevctl.engine.dist import World, broadcast_buffers, on_main, process_group, select_device
+from bevctl.engine.ending import fit, note_end
 from bevctl.engine.guard import NonfiniteGuard, Policy
 from bevctl.engine.incident_keeper import IncidentKeeper, IncidentShelf
 from bevctl.engine.journal import Cadence, RunJournal
@@ -37,17 +38,15 @@ from bevctl.engine.step import TrainStep
 from bevctl.engine.tensorboard import EventFiles, summary_writer
 from bevctl.engine.trainer import Plan, Trainer
 from bevctl.engine.workdir import find_checkpoint, read_resume, work_dir_of
-from bevctl.errors import BevctlError, ExitCode
+from bevctl.errors import ExitCode
 from bevctl.evaluate.job import evaluate_split
 from bevctl.files import atomic_write_text
 from bevctl.runs.heartbeat import Heartbeat
-from bevctl.runs.records import Doing
 from bevctl.runs.work_dir import check_unused
 from bevctl.runs.writer import RunWriter, read_run
 
 MIN_RESUMED, MIN_LOADED = 0.9, 0.5
 """Least share of a model's entries that a resumed file has, and of a file's entries that a new run takes."""
-_STATUS = {ExitCode.OK: "finished", ExitCode.PREEMPTED: "preempted", ExitCode.NONFINITE: "nonfinite"}
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ def _train(
         accelerate(parts.state.model, config, world, parts.device, functools.partial(journal.event, "compile"))
         if options.resume is not None and resumed.iteration >= plan.stop_at:
             done = f"Nothing left to train: iteration {resumed.iteration} of {plan.stop_at} is done"
-            _note_end(journal, done, "finished", resumed.iteration)
+            note_end(journal, done, "finished", resumed.iteration)
             return RunResult(ExitCode.OK, work_dir, resumed.iteration, None)
         network = data_parallel(parts.state.model, world, parts.device, config.train)
         trainer = Trainer(
@@ -160,59 +159,8 @@ def _train(
             stop=stop,
             iteration=resumed.iteration,
         )
-        code = _fit(trainer, journal)
+        code = fit(trainer, journal)
         return RunResult(code, work_dir, trainer.iteration, journal.last_checkpoint)
-
-
-def _fit(trainer: Trainer, journal: RunJournal) -> ExitCode:
-    """Trains, and leaves in run.json and events.jsonl how it ended, whatever happens."""
-    status, message = "failed", "The run failed"
-    try:
-        code = trainer.fit()
-        trainer.heartbeat.turn_to(Doing.SAVES, trainer.iteration)
-        journal.finish_saving()
-        status = _STATUS[code]
-        asked_by = trainer.stop.name or "a signal to another rank"
-        message = f"Stopped by {asked_by}" if code == ExitCode.PREEMPTED else _conclusion(trainer)
-        return code
-    except torch.cuda.OutOfMemoryError as error:
-        told = f"GPU memory ran out in iteration {trainer.iteration + 1}"
-        message = f"{told}: {str(error).partition(' If reserved but')[0]}"
-        raise BevctlError(
-            f"{told}.", "Lower --batch, or use --fp16 or --grad-checkpoint.", ExitCode.RUN_FAILED
-        ) from error
-    except BevctlError as error:
-        status, message = _STATUS.get(error.code, "failed"), error.message
-        raise
-    except Exception as error:
-        message = f"{type(error).__name__}: {error}"
-        if "DataLoader worker" in message:
-            raise _worker_died(error) from error
-        raise
-    finally:
-        journal.close_bar()
-        journal.abandon_saving()
-        _note_end(journal, f"{message} (iteration {trainer.iteration})", status, trainer.iteration)
-
-
-def _note_end(journal: RunJournal, message: str, status: str, iteration: int) -> None:
-    if journal.writer is not None:
-        journal.event("end", message, status=status)
-        journal.writer.update(status=status, ended=time.time(), iter=iteration)
-
-
-def _conclusion(trainer: Trainer) -> str:
-    """How a run that came to its end is called."""
-    nothing = trainer.futility.conclusion()
-    return f"Finished, but {nothing}" if nothing else "Finished"
-
-
-def _worker_died(error: Exception) -> BevctlError:
-    return BevctlError(
-        f"A data loading process ended: {str(error).splitlines()[0]}.",
-        "It was killed or crashed, most often for lack of memory or of /dev/shm: use fewer --workers.",
-        ExitCode.RUN_FAILED,
-    )
 
 
 @contextlib.contextmanager
