@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bevctl.diagnose import fp16_inactive
-from bevctl.diagnose.bench_limits import GAINS, Pair, read_pair
+from bevctl.diagnose.bench_limits import read_pair
 from bevctl.diagnose.gpu_models import GpuModel, gpu_model
 from bevctl.diagnose.odd_channels import odd_channels
 from bevctl.diagnose.report import DiagnoseFinding, DiagnoseRequest, Diagnosis, Remedy, Status, Table, status_of
 from bevctl.diagnose.setting import Setting
+from bevctl.diagnose.speed_bench import AMDAHL, by_parts, part_table
 from bevctl.diagnose.subject import Subject, from_alarm, read_subject
+from bevctl.diagnose.throttling import held_back, is_here
 from bevctl.finding import Evidence, Severity
 from bevctl.monitor.alarms.precision import SAME, Comparison, compare
 from bevctl.monitor.facts import fp16_of
@@ -24,8 +26,8 @@ from bevctl.monitor.view import Alarm, View
 if TYPE_CHECKING:
     from bevctl.diagnose.speed_rehearsal import Rehearsed
 
-NO_WORKERS, EXPECTED, SMALL_BATCH, ODD_CHANNELS, SLOW_SWITCHES, EVALUATIONS, AMDAHL, LAUNCHES = (
-    *("SPEED101", "SPEED102", "SPEED103", "SPEED104", "SPEED105", "SPEED106", "SPEED107", "SPEED108"),
+NO_WORKERS, EXPECTED, SMALL_BATCH, ODD_CHANNELS, SLOW_SWITCHES, EVALUATIONS = (
+    *("SPEED101", "SPEED102", "SPEED103", "SPEED104", "SPEED105", "SPEED106"),
 )
 SLOW = {"LOAD001": 0.85, "TIME001": 0.6, "TIME002": 0.7}
 """Alarms that tell of lost time → how sure it is that the time goes there."""
@@ -59,9 +61,10 @@ def diagnose(request: DiagnoseRequest) -> Diagnosis:
         *_switches(subject),
         *_evaluations(view),
         *_expected(subject, compared),
-        *(_by_parts(pair) if pair is not None else ()),
+        *(held_back(view.config) if view is not None and view.config is not None and is_here(view) else ()),
+        *(by_parts(pair) if pair is not None else ()),
     ]
-    tables, said, gain = [*_time_table(view), *_part_table(pair)], [], ""
+    tables, said, gain = [*_time_table(view), *part_table(pair)], [], ""
     if request.profile is not None:
         rehearsed = _profiled(request, subject, request.profile)
         findings, tables = [*findings, *rehearsed.findings], [*tables, *rehearsed.tables]
@@ -268,48 +271,6 @@ def _usual(model: GpuModel) -> str:
     return "1.1 to 1.5 times, as FP32 convolutions use TF32" if model.has_tf32 else "1.3 to 2 times FP32"
 
 
-def _by_parts(pair: Pair) -> Iterator[DiagnoseFinding]:
-    """What a benchmark of both formats says: the parts that do not gain, and the host's launches."""
-    half, base = pair.half, pair.base
-    where = f"bench, batch {half.batch}"
-    steps = (
-        f"{1e3 * base.step:.1f} ms in {base.precision.upper()}, {1e3 * half.step:.1f} ms in {half.precision.upper()}"
-    )
-    faster = pair.speed >= 1 / SAME
-    if pair.host_bound and half.host is not None and half.kernel is not None:
-        launches = f" for {half.launches:.0f} launches" if half.launches is not None else ""
-        yield DiagnoseFinding(
-            LAUNCHES,
-            Severity.WARN,
-            0.9,
-            f"The host is the limit: {1e3 * half.host:.1f} ms{launches}, the GPU needs {1e3 * half.kernel:.1f} ms",
-            (
-                Evidence(where, steps),
-                Evidence("ceiling", f"{base.step / half.kernel:.2f} times, if launches cost nothing"),
-            ),
-            "The GPU waits for the next kernel; faster arithmetic does not shorten that.",
-            (Remedy({"train.cuda_graphs": True}, "recorded parts, a larger batch, or --compile"),),
-        )
-    stuck = [row for row in pair.gains() if row[3] < GAINS]
-    ceiling = f"at most {pair.ceiling:.2f} times" if pair.ceiling is not None else "no part holds it back"
-    share = sum(row[1] for row in stuck) / max(sum(row[1] for row in pair.gains()), 1e-12)
-    yield DiagnoseFinding(
-        AMDAHL,
-        Severity.INFO if faster else Severity.WARN,
-        0.85,
-        f"Half precision gives {pair.speed:.2f} times; the parts allow {ceiling}"
-        if pair.ceiling is not None
-        else f"Half precision gives {pair.speed:.2f} times, and {ceiling}",
-        (
-            Evidence(where, steps),
-            *(Evidence(n, f"{1e3 * a:.2f} ms, {1e3 * b:.2f} ms in half precision") for n, a, b, _ in stuck[:_MOST]),
-        ),
-        f"{share:.0%} of the {base.precision.upper()} step is in parts that gain less than a tenth."
-        if stuck
-        else "Every part gains.",
-    )
-
-
 def _time_table(view: View | None) -> list[Table]:
     """Where an iteration's time goes."""
     if view is None:
@@ -322,9 +283,3 @@ def _time_table(view: View | None) -> list[Table]:
     waiting = float(np.median(np.nan_to_num(data[kept])))
     rows = [("waiting for data", waiting, waiting / whole), ("computing", whole - waiting, 1 - waiting / whole)]
     return [Table("time", "An iteration", ("what", "seconds", "share"), rows)] if whole > 0 else []
-
-
-def _part_table(pair: Pair | None) -> list[Table]:
-    rows = [(name, 1e3 * base, 1e3 * half, gain) for name, base, half, gain in (pair.gains() if pair else ())]
-    title = "Parts of the step, the longest first"
-    return [Table("parts", title, ("part", "fp32_ms", "half_ms", "gain"), rows)] if rows else []

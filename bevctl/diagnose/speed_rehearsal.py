@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from bevctl.batch import AnyBatch
-from bevctl.config.load import from_dict, load
+from bevctl.config.load import from_dict, load, to_dict
 from bevctl.config.schema import Config
 from bevctl.diagnose import speed_causes, speed_ceiling, speed_trials
 from bevctl.diagnose.report import DiagnoseFinding, DiagnoseRequest, Remedy, Table
 from bevctl.diagnose.subject import Subject
+from bevctl.diagnose.throttling import held_back
 from bevctl.engine.determinism import algorithms
 from bevctl.engine.dist import World, select_device
 from bevctl.engine.parts import training_loader
@@ -59,6 +60,7 @@ def rehearse_speed(request: DiagnoseRequest, subject: Subject, steps: int) -> Re
     for name in dict.fromkeys((asked, half, "fp32")):
         request.say(f"Profiling {steps} steps in {name.upper()}")
         profiles[name] = _profile(config, name, device, batches, steps, request.say)
+    throttled = list(held_back(to_dict(config))) if device.type == "cuda" else []
     base = "tf32" if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) else "fp32"
     rate = matmul_rate(half, device) / matmul_rate(base, device)
     found = speed_causes.causes(profiles[asked], profiles["fp32"])
@@ -67,7 +69,7 @@ def rehearse_speed(request: DiagnoseRequest, subject: Subject, steps: int) -> Re
     before, tried = speed_trials.try_remedies(config, asked, device, steps, TRIALS_S, request.say)
     helpful = tuple(sorted((t.remedy() for t in tried if t.remedy().verified), key=lambda r: r.step_time or 1.0))
     told = speed_ceiling.verdict(found, limit)
-    findings = [cause.finding() for cause in found]
+    findings = [*(cause.finding() for cause in found), *throttled]
     findings.insert(0, dataclasses.replace(told, fix=_also(profiles[asked], helpful)))
     where = "batches of its data set" if _has_data(config) else "samples made in memory"
     said = f"{config.name}: {steps} steps in {', '.join(n.upper() for n in profiles)} on {device.type}, {where}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from bevctl.diagnose.report import Status
 from bevctl.errors import BevctlError
 from tests.conftest import Outcome
 from tests.engine.disk import write_run_files
+from tests.preflight import fake_nvml
 from tests.runs.logs import mmcv_line, mmcv_message, write
 
 from .cases import CRASHING_FP16, ask, ask_log, evidence, found, header, mmcv_config, own_run, the, windows
@@ -206,6 +209,21 @@ def test_documents_of_one_precision_each_go_together(tmp_path: Path) -> None:
 def test_files_that_are_no_benchmark(tmp_path: Path, text: str) -> None:
     with pytest.raises(BevctlError):
         read_pair([write(tmp_path / "b.json", [text])])
+
+
+@pytest.mark.parametrize(("events", "severity"), [(0x40, "warn"), (0x04, "info"), (0x01, None)])
+def test_a_clock_that_is_held_back_while_the_run_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: int, severity: str | None
+) -> None:
+    fake_nvml.install(monkeypatch, fake_nvml.h200(clock_events=events))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    run = own_run(tmp_path, {"iter_time_s": [0.5] * 60}, 60)
+    assert "SPEED109" not in {finding.id for finding in ask("no-speedup", run).findings}, "it has ended"
+    meta = json.loads((run / "run.json").read_text()) | {"status": "running", "host": socket.gethostname()}
+    (run / "run.json").write_text(json.dumps(meta))
+    monkeypatch.setattr(time, "time", lambda: 1.79e9 + 60)
+    told = {finding.id: finding.severity.value for finding in ask("no-speedup", run).findings}
+    assert told.get("SPEED109") == severity
 
 
 def test_the_command(invoke: Callable[..., Outcome], tmp_path: Path) -> None:

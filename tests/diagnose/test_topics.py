@@ -21,8 +21,10 @@ from bevctl.diagnose import (
     oom,
     rank_findings,
     signatures,
+    speed_bench,
     speed_causes,
     speed_ceiling,
+    throttling,
     unstable_loss,
 )
 from bevctl.diagnose.signatures import SIGNATURES
@@ -51,7 +53,7 @@ def test_every_id_is_explained() -> None:
     [
         ((oom,), "diagnose_oom"),
         ((hang, rank_findings), "diagnose_hang"),
-        ((no_speedup, speed_causes, speed_ceiling), "diagnose_speed"),
+        ((no_speedup, speed_bench, speed_causes, speed_ceiling, throttling), "diagnose_speed"),
     ],
 )
 def test_every_id_of_memory_time_and_silence_is_explained(modules: tuple[ModuleType, ...], family: str) -> None:
