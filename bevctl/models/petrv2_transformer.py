@@ -43,25 +43,27 @@ class Attention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None = None) -> Tensor:
         """(B, Q, C) of (B, L, C) keys and values; keys where `padding` (B, L) is True are passed over."""
+        channels = query.shape[-1]
         if key is query:
-            q, k = F.linear(query, *self._weights(0, 2)).chunk(2, dim=-1)
-            v = F.linear(value, *self._weights(2, 3))
+            placed, plain = self._weights(2 * channels, channels)
+            q, k = F.linear(query, *placed).chunk(2, dim=-1)
+            v = F.linear(value, *plain)
         else:
-            q, dtype = F.linear(query, *self._weights(0, 1)), autocast_dtype(key)
-            k, v = linear(key, *self._weights(1, 2), dtype), linear(value, *self._weights(2, 3), dtype)
+            of_query, of_key, of_value = self._weights(channels, channels, channels)
+            q, dtype = F.linear(query, *of_query), autocast_dtype(key)
+            k, v = linear(key, *of_key, dtype), linear(value, *of_value, dtype)
         q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (q, k, v))
         mask = None if padding is None else ~padding[:, None, None]
         attended = F.scaled_dot_product_attention(q, k, v, mask, self.dropout if self.training else 0.0)
         projected: Tensor = self.out_proj(attended.transpose(1, 2).flatten(2))
         return projected
 
-    def _weights(self, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """Weight and bias that project to some of query (0), key (1) and value (2)."""
-        channels = self.in_proj_weight.shape[1]
-        return (
-            self.in_proj_weight[first * channels : end * channels],
-            self.in_proj_bias[first * channels : end * channels],
-        )
+    def _weights(self, *rows: int) -> list[tuple[Tensor, Tensor]]:
+        """Weight and bias that project to query, key and value, cut into pieces of so many rows.
+
+        Cut as a whole: each slice of its own would fill a gradient of the whole size.
+        """
+        return list(zip(self.in_proj_weight.split(rows), self.in_proj_bias.split(rows), strict=True))
 
 
 class PetrDecoderLayer(nn.Module):
