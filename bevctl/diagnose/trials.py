@@ -48,6 +48,14 @@ class Trial:
         return bool(self.results) and all(result.is_finite for result in self.results)
 
     @property
+    def settles(self) -> bool:
+        """Whether every loss is finite, and in the end the gradients are, because the loss scale has come down."""
+        if not self.results or not all(math.isfinite(result.loss) for result in self.results):
+            return False
+        first, last = self.results[0], self.results[-1]
+        return last.is_finite and last.loss_scale < first.loss_scale
+
+    @property
     def step_s(self) -> float:
         """Median time of a step; the first, which warms up, is left out where there are others."""
         return statistics.median(result.seconds for result in self.results[1:] or self.results)
@@ -104,13 +112,15 @@ class Trials:
 
     def _at_once(self, idea: Idea) -> Remedy:
         trial = _run(self._bundle.before, idea.set, self._steps_with(idea))
+        cured, why = judged(trial, self.baseline)
+        idea = dataclasses.replace(idea, why=idea.why + why)
         if not any(key.startswith("precision.") for key in idea.set):
-            return Remedy(idea.set, idea.why, trial.is_finite)
+            return Remedy(idea.set, idea.why, cured)
         step_time = trial.step_s / self.baseline.step_s
         memory = None
         if trial.peak_bytes is not None and self.baseline.peak_bytes:
             memory = trial.peak_bytes / self.baseline.peak_bytes
-        return Remedy(idea.set, idea.why, trial.is_finite, step_time, memory)
+        return Remedy(idea.set, idea.why, cured, step_time, memory)
 
     def _steps_with(self, idea: Idea) -> list[Sequence[AnyBatch]]:
         """The recorded steps; made anew where the idea changes the data."""
@@ -148,6 +158,18 @@ class Trials:
         if _run(moment, {}, steps).results[-1].is_finite:
             return f"from iteration {moment.iteration} on the incident does not come again"
         return moment
+
+
+def judged(trial: Trial, baseline: Trial) -> tuple[bool, str]:
+    """Whether what was changed cures, and what there is to add.
+
+    Where the loss itself was not finite, the loss scale has no part in it: one that was still on its way down, as at
+    every start, hides no cure.
+    """
+    broke_in_forward = bool(baseline.results) and not math.isfinite(baseline.results[0].loss)
+    if not trial.is_finite and broke_in_forward and trial.settles:
+        return True, f"; the loss scale then comes down to {trial.results[-1].loss_scale:.10g}, as at every start"
+    return trial.is_finite, ""
 
 
 def _resume_name(moment: Moment) -> str:

@@ -15,6 +15,7 @@ from bevctl.diagnose.evidence import evidence_of, suspects_of, where_of
 from bevctl.diagnose.ideas import fixed_scales, for_divergence, for_range, for_samples
 from bevctl.diagnose.likeness import likeness
 from bevctl.diagnose.rehearsal import Result, changed
+from bevctl.diagnose.trials import Trial, judged
 from bevctl.engine.incident import Incident
 from bevctl.errors import BevctlError
 from bevctl.numerics.extent import Extent
@@ -140,3 +141,31 @@ def test_a_change_that_does_not_fit_is_refused() -> None:
     assert changed(config, {}) == config
     with pytest.raises(BevctlError, match=r"train\.batch"):
         changed(config, {"train.batch": 0})
+
+
+BROKEN_FORWARD, BROKEN_BACKWARD = (NAN, NAN, 65536.0), (2.0, INF, 65536.0)
+SOUND = (2.0, 1.0, 32768.0)
+
+
+@pytest.mark.parametrize(
+    ("before", "tried", "cures"),
+    [
+        ([BROKEN_FORWARD] * 2, [SOUND, SOUND], True),
+        ([BROKEN_FORWARD] * 2, [BROKEN_BACKWARD, SOUND], True),  # the scale is found as at every start
+        ([BROKEN_FORWARD] * 2, [BROKEN_BACKWARD, (2.0, INF, 32768.0)], False),
+        ([BROKEN_FORWARD] * 2, [BROKEN_BACKWARD, (2.0, 1.0, 65536.0)], False),  # no scale came down
+        ([BROKEN_FORWARD] * 2, [BROKEN_FORWARD, SOUND], False),
+        ([BROKEN_BACKWARD, SOUND], [BROKEN_BACKWARD, SOUND], False),
+        ([BROKEN_FORWARD], [], False),
+    ],
+)
+def test_a_loss_scale_on_its_way_down_hides_no_cure(
+    before: list[tuple[float, ...]], tried: list[tuple[float, ...]], cures: bool
+) -> None:
+    baseline, trial = (
+        Trial([Result({}, loss, norm, scale, not math.isfinite(norm), 0.1) for loss, norm, scale in steps], None)
+        for steps in (before, tried)
+    )
+    cured, why = judged(trial, baseline)
+    assert cured == cures
+    assert ("comes down to 32768" in why) == (cures and not trial.is_finite)
