@@ -67,13 +67,16 @@ def rehearse_speed(request: DiagnoseRequest, subject: Subject, steps: int) -> Re
     limit = speed_ceiling.ceiling(profiles[half], profiles["fp32"], rate)
     request.say("Trying remedies")
     before, tried = speed_trials.try_remedies(config, asked, device, steps, TRIALS_S, request.say)
+    profile = profiles[asked]
+    if (profile.data_wait or 0.0) > speed_causes.WORTH * profile.iteration:
+        tried.append(speed_trials.try_workers(config, _endless, profile.seconds, profile.iteration))
     helpful = tuple(sorted((t.remedy() for t in tried if t.remedy().verified), key=lambda r: r.step_time or 1.0))
     told = speed_ceiling.verdict(found, limit)
     findings = [*(cause.finding() for cause in found), *throttled]
-    findings.insert(0, dataclasses.replace(told, fix=_also(profiles[asked], helpful)))
+    findings.insert(0, dataclasses.replace(told, fix=_also(profile, helpful)))
     where = "batches of its data set" if _has_data(config) else "samples made in memory"
     said = f"{config.name}: {steps} steps in {', '.join(n.upper() for n in profiles)} on {device.type}, {where}"
-    tables = [*speed_ceiling.tables(profiles[asked]), speed_trials.table(before, tried)]
+    tables = [*speed_ceiling.tables(profile), speed_trials.table(before, tried)]
     return Rehearsed(findings, tables, [said], told.title)
 
 

@@ -28,6 +28,8 @@ from bevctl.ops import backend
 HELPS = 0.97
 """Time of a sample over that before, below which a remedy counts as one."""
 _WARM_UP = 2
+_LOADED = 6
+"""Batches that are awaited from more loading processes."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,30 @@ def try_remedies(
         outcome = f"{tried[-1].ratio:.2f} × the time" if tried[-1].ratio is not None else tried[-1].said
         say(f"  {attempt.why}: {outcome}")
     return base, tried
+
+
+def try_workers(config: Config, load: Callable[[Config], Iterator[object]], step_s: float, iteration_s: float) -> Tried:
+    """More loading processes: what becomes of an iteration that waits for its data.
+
+    Args:
+        load: batches of a config's own loader.
+        step_s: seconds of a step with its batch at hand, for which the loader is left to itself.
+        iteration_s: seconds of an iteration as the config is.
+    """
+    workers = max(2 * config.train.workers, 4)
+    attempt = Attempt(f"{workers} instead of {config.train.workers} loading processes", {"train.workers": workers})
+    batches = load(changed(config, attempt.set))
+    waits = []
+    try:
+        for _ in range(_LOADED):
+            started = time.perf_counter()
+            next(batches)
+            waits.append(time.perf_counter() - started)
+            time.sleep(step_s)
+    except (BevctlError, RuntimeError, OSError) as error:
+        return Tried(attempt, None, None, f"it does not run here: {str(error).splitlines()[0][:120]}")
+    seconds = step_s + statistics.median(waits[1:])
+    return Tried(attempt, seconds / config.train.batch, seconds / iteration_s, "of an iteration with its data")
 
 
 def _try(config: Config, precision: str, device: torch.device, steps: int, attempt: Attempt, base: float) -> Tried:

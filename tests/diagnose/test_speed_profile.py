@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from bevctl.config.schema import Config
 from bevctl.diagnose import speed_causes
 from bevctl.diagnose.speed_causes import Cause, causes
 from bevctl.diagnose.speed_ceiling import Ceiling, ceiling, tables, verdict
+from bevctl.diagnose.speed_trials import try_workers
 from bevctl.measure.kernel_record import BACKWARD, COPY, KERNEL, PART, WAIT, KernelRecord, Span, summarise
 from bevctl.measure.step_profile import StepProfile, Workload, profile_step
 from bevctl.numerics.census import ODD, OFF, OUT_OF_REACH, SMALL, Census
@@ -27,6 +30,7 @@ from tests.diagnose.slow_models import (
     with_printing_hooks,
     workload,
 )
+from tests.models.nano import nano_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU, HALF = torch.device("cpu"), torch.bfloat16
@@ -89,6 +93,20 @@ def test_a_slow_loader() -> None:
     cause = first(work)
     assert cause.id == speed_causes.DATA_WAIT
     assert cause.lost > 0.5
+
+
+@pytest.mark.parametrize(("processes", "helps"), [(4, True), (1, False)])
+def test_more_loading_processes_are_tried(processes: int, helps: bool) -> None:
+    """Batches take 40 ms to make, by as many processes as there are cores."""
+
+    def load(config: Config) -> Iterator[None]:
+        while True:
+            time.sleep(max(0.0, 0.040 / min(config.train.workers, processes) - 0.02))
+            yield
+
+    tried = try_workers(nano_config(**{"train.batch": 2, "train.workers": 1}), load, step_s=0.02, iteration_s=0.04)
+    assert (tried.attempt.set, tried.seconds is not None) == ({"train.workers": 4}, True)
+    assert tried.remedy().verified is helps
 
 
 def test_the_census_tells_why_products_are_not_in_half_precision() -> None:
