@@ -214,8 +214,10 @@ def _choose(console: Console, report: MemoryReport, chosen: Plan | None, write: 
 
     if chosen is None:
         assert report.card is not None
+        least = min(report.plans, key=lambda plan: plan.large)
         console.warn(
-            f"No plan fits into {format_gib(report.card)} with a tenth to spare: use a smaller model or image."
+            f"No plan fits into {format_gib(report.card)} with a tenth to spare: {least.name} takes the least, "
+            f"{format_gib(least.large)}. Use a smaller model or image."
         )
         return ExitCode.FINDINGS
     console.result(verdict(report, chosen))

@@ -52,8 +52,10 @@ class CountOrAuto(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
         if value == AUTO:
             return AUTO
-        number: int = click.INT.convert(value, param, ctx)
-        return number
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither a whole number nor {AUTO}.", param, ctx)
 
 
 AUTO = "auto"

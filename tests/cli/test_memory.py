@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 
 from bevctl.config.load import load
+from bevctl.measure import memory_plans, memory_report
+from bevctl.measure.memory import Need
+from bevctl.measure.memory_inputs import sizes_of
+from bevctl.measure.memory_trace import SampleSize
 from bevctl.measure.parameters import count_parameters
 from tests.conftest import Outcome
 from tests.diagnose.cases import CRASHING_FP16, header, mmcv_config, windows
@@ -76,6 +80,31 @@ def test_a_plan_is_taken_by_its_letter_and_times_from_a_log(invoke: Invoke, tmp_
     assert invoke("memory", *LIDAR_ONLY, "--plan", "fp17").code == 2
 
 
+@pytest.fixture
+def guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prediction that takes no time: 1 GiB, and half of one for a sample, twice that in FP32."""
+
+    class Guess:
+        def __init__(self, *_: object) -> None: ...
+
+        def need(self, precision: str, batch: int, checkpointing: tuple[str, ...]) -> Need:
+            part = batch * (2 if precision == "fp32" else 1) * (2**28 if checkpointing else 2**29)
+            return Need({"parameters": 2**30 + part}, 2**30 + part, 2**30 + part, 2**30 + part)
+
+    size = SampleSize(1000, (), 3)
+    monkeypatch.setattr(memory_report, "Predictor", Guess)
+    monkeypatch.setattr(memory_plans, "Predictor", Guess)
+    monkeypatch.setattr(memory_report, "sample_sizes", lambda _: sizes_of([size, size], "synthetic"))
+
+
+@pytest.mark.usefixtures("guessed")
+def test_a_card_that_nothing_fits_hears_what_takes_the_least(invoke: Invoke) -> None:
+    outcome = invoke("memory", *LIDAR_ONLY, "--fit", "1100MiB")
+    assert outcome.code == 1
+    assert "No plan fits into 1.1 GiB" in outcome.err
+    assert "fp16_checkpoint takes the least" in outcome.err
+
+
 def test_without_a_gpu_nothing_is_measured(invoke: Invoke) -> None:
     outcome = invoke("memory", *LIDAR_ONLY, "--measure", "--device", "cpu")
     assert (outcome.code, "No GPU to measure on" in outcome.err) == (3, True)
@@ -96,16 +125,17 @@ def test_a_card_that_is_none_is_a_usage_error(invoke: Invoke, size: str, told: s
     assert (outcome.code, told in outcome.err) == (2, True)
 
 
+@pytest.mark.usefixtures("guessed")
 def test_a_plan_that_does_not_fit_the_card_is_a_finding(
     invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     file = tmp_path / "plan.yaml"
-    outcome = invoke("memory", *LIDAR_ONLY, "--plan", "fp32_batch8_checkpoint", "--fit", "2GB", "--write", file)
+    outcome = invoke("memory", *LIDAR_ONLY, "--plan", "fp32_batch8_checkpoint", "--fit", "5GB", "--write", file)
     assert (outcome.code, file.is_file()) == (1, True)
     assert "fp32_batch8_checkpoint does not fit with 10% to spare" in outcome.out
     assert outcome.out.count("│ fp32_batch8_checkpoint ") == 3, "names are not broken on a narrow screen"
-    assert "p95 to max" in outcome.out
+    assert "p50 to max" in outcome.out
 
 
 def test_a_config_that_does_not_fit_together_is_a_usage_error(invoke: Invoke) -> None:

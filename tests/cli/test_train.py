@@ -141,6 +141,7 @@ def test_the_dry_run_says_what_the_gpu_will_show(invoke: Invoke, nano: Path) -> 
         (["--load-from", "x.pth"], "no checkpoint x.pth"),
         (["--loss-scale", "0"], "neither dynamic nor a number"),
         (["--batch", "0"], "train.batch"),
+        (["--workers", "some"], "'some' is neither a whole number nor auto"),
         (["--bacth", "4"], "No such option"),
         (["--no-preflight", "--set", "data.root=/nowhere/at/all"], "/nowhere/at/all"),
         (["--set", "optim.lr_scaling=linear"], "base_batch"),
