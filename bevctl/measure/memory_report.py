@@ -80,6 +80,7 @@ class MemoryReport:
             "components": [{"name": name, "bytes": size} for name, size in parts.items()],
             "peak": _peak(self.need if compared is None else compared.measured),
             "predicted": None if compared is None else _compared(compared),
+            "start_reserved_bytes": None if compared is None else compared.measured.start_reserved,
             "by_size": {name: _peak(found) for name, found in self.by_size.items()},
             "samples": {**dataclasses.asdict(self.sizes), "samples": self.sizes.samples},
             "job": dataclasses.asdict(self.job),

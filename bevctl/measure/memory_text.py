@@ -45,7 +45,10 @@ def _compared(compared: Comparison) -> Iterator[RenderableType]:
         (name, format_gib(getattr(compared.predicted, name)), format_gib(getattr(compared.measured, name)), f"{e:+.1%}")
         for name, e in compared.errors.items()
     ]
-    yield table(["whole", "predicted", "measured", "error"], rows)
+    start = format_gib(compared.measured.start_reserved)
+    yield table(
+        ["whole", "predicted", "measured", "error"], [*rows, ("reserved by the first steps", _NONE, start, _NONE)]
+    )
 
 
 def _plans(report: MemoryReport) -> Iterator[RenderableType]:

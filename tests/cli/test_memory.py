@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from bevctl.config.load import load
+from bevctl.engine import dist
 from bevctl.measure import memory_plans, memory_report
 from bevctl.measure.memory import Need
 from bevctl.measure.memory_inputs import sizes_of
+from bevctl.measure.memory_measured import Measured
 from bevctl.measure.memory_trace import SampleSize
 from bevctl.measure.parameters import count_parameters
 from tests.conftest import Outcome
@@ -95,6 +99,32 @@ def guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_report, "Predictor", Guess)
     monkeypatch.setattr(memory_plans, "Predictor", Guess)
     monkeypatch.setattr(memory_report, "sample_sizes", lambda _: sizes_of([size, size], "synthetic"))
+
+
+@pytest.mark.usefixtures("guessed")
+def test_a_measurement_is_shown_beside_its_prediction(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 2**30
+    measured = Measured({"parameters": gib, "decoder": 3 * gib}, {}, 4 * gib, 5 * gib, 6 * gib, 51 * gib, 0.25)
+    fakes = {
+        "measure_memory": measured,
+        "predict": Need({"parameters": gib, "workspace": gib}, 3 * gib, 5 * gib, 6 * gib),
+        "resolve_precision": SimpleNamespace(name="fp32"),
+        "make_inputs": SimpleNamespace(batches=[None]),
+        "batch_sizes": [],
+    }
+    for name, value in fakes.items():
+        monkeypatch.setattr(memory_report, name, lambda *_, value=value, **__: value)
+    monkeypatch.setattr(dist, "select_device", lambda _: torch.device("cuda"))
+    outcome = invoke("memory", *LIDAR_ONLY, "--measure", "--set", "precision.dtype=fp32")
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in outcome.out.splitlines()]
+    assert ["decoder", "-", "3.0 GiB"] in rows
+    assert ["allocated", "3.0 GiB", "4.0 GiB", "-25.0%"] in rows
+    assert ["reserved by the first steps", "-", "51.0 GiB", "-"] in rows
+    document = invoke("memory", *LIDAR_ONLY, "--measure", "--set", "precision.dtype=fp32", "--json").document
+    assert (document["source"], document["start_reserved_bytes"]) == ("measured", 51 * gib)
+    assert document["predicted"]["errors"] == {"allocated": -0.25, "reserved": 0.0, "device": 0.0}
+    plans = {plan["name"]: plan for plan in document["plans"]}
+    assert (plans["fp32_batch2"]["s_per_iter"], plans["fp32_batch2"]["s_per_iter_measured"]) == (0.25, True)
 
 
 @pytest.mark.usefixtures("guessed")
