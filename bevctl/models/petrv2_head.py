@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from bevctl.models.petrv2_coder import decode
 from bevctl.models.petrv2_loss import detection_losses
 from bevctl.models.petrv2_position import inverse_sigmoid, sine_embedding
 from bevctl.models.petrv2_transformer import ImageMemory, PetrTransformer
+from bevctl.models.side_by_side import all_plain, multiplied, parameters_of, side_by_side
 
 WIDTHS = (2, 1, 3, 2, 2)
 """Channels of the regression heads, whose outputs side by side are a box's code."""
@@ -59,6 +61,18 @@ class RegressionBranch(nn.Module):
         return torch.cat([head(shared).float() for head in self.task_heads], dim=-1)
 
 
+def regressed(branches: Sequence[RegressionBranch], x: Tensor) -> Tensor:
+    """Branch n of x[n], (N, R, C) → (N, R, 10), all at once."""
+    shared = side_by_side([list(branch.reg_branch) for branch in branches], x)
+    heads = [[cast("nn.Sequential", head) for head in branch.task_heads] for branch in branches]
+    # The heads of a branch read the same: their first layers are one that is as wide as all.
+    weights, biases = parameters_of([head[0] for of_branch in heads for head in of_branch])
+    first = weights.view(len(x), -1, x.shape[2]), biases.view(len(x), -1)
+    hidden = multiplied(first, shared).relu().unflatten(2, (len(WIDTHS), -1)).unbind(2)
+    places = zip(zip(*heads, strict=True), hidden, strict=True)
+    return torch.cat([multiplied(parameters_of([head[2] for head in of_place]), h) for of_place, h in places], dim=-1)
+
+
 class PetrObjectHead(nn.Module):
     """Queries at learned reference points.
 
@@ -93,10 +107,24 @@ class PetrObjectHead(nn.Module):
         """What queries say after each layer."""
         reference = self.reference_points.weight
         x, y, z = (sine_embedding(reference[:, axis] * (2 * math.pi), self.petr.hidden // 2) for axis in range(3))
-        queries = self.transformer(self.query_embedding(torch.cat([y, x, z], dim=-1)), memory)
-        logits = [branch(query).float() for branch, query in zip(self.cls_branches, queries, strict=True)]
-        codes = [branch(query) for branch, query in zip(self.reg_branches, queries, strict=True)]
-        return PetrOutputs(torch.stack(logits), self._placed(torch.stack(codes), memory.interval))
+        queries = torch.stack(self.transformer(self.query_embedding(torch.cat([y, x, z], dim=-1)), memory))
+        logits, codes = self._branches(queries)
+        return PetrOutputs(logits, self._placed(codes, memory.interval))
+
+    def _branches(self, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """Classes and boxes, float32, of the (N, B, Q, C) queries after each layer; all layers at once where they may.
+
+        One by one they are a thousand small operations, forward and backward.
+        """
+        classifiers = cast("Sequence[nn.Sequential]", list(self.cls_branches))
+        regressors = cast("Sequence[RegressionBranch]", list(self.reg_branches))
+        if not all_plain([*classifiers, *regressors]):
+            logits = [branch(query).float() for branch, query in zip(classifiers, queries, strict=True)]
+            codes = [branch(query) for branch, query in zip(regressors, queries, strict=True)]
+            return torch.stack(logits), torch.stack(codes)
+        rows, shape = queries.flatten(1, 2), queries.shape[1:3]
+        classes = side_by_side([list(branch) for branch in classifiers], rows)
+        return classes.float().unflatten(1, shape), regressed(regressors, rows).float().unflatten(1, shape)
 
     def _placed(self, codes: Tensor, interval: Tensor | None) -> Tensor:
         """(N, B, Q, 10) outputs → codes: centres beside their reference points, in m, and velocities in m/s."""

@@ -93,6 +93,30 @@ def test_a_new_head_sees_almost_nothing(head: PetrObjectHead) -> None:
         assert branch.get_parameter("6.bias").sigmoid().tolist() == pytest.approx([0.01] * CLASSES)
 
 
+@pytest.mark.parametrize("half", [False, True])
+def test_branches_at_once_are_branches_one_by_one(half: bool) -> None:
+    torch.manual_seed(0)
+    dtype = torch.float32 if half else torch.float64
+    head = PetrObjectHead(ObjectHeadConfig(proposals=12), PETR, CLASSES, BOUNDS).to(dtype)
+    queries = torch.randn(2, 3, 12, 16, dtype=dtype)
+    branches = [*head.cls_branches.parameters(), *head.reg_branches.parameters()]
+    runs = []
+    calls: list[object] = []
+    for one_by_one in (False, True):
+        x = queries.clone().requires_grad_()
+        if one_by_one:  # whoever listens in on a branch sees it run
+            head.reg_branches[1].get_submodule("task_heads.2").register_forward_hook(lambda *_: calls.append(1))
+        with torch.autocast("cpu", torch.float16, enabled=half):
+            logits, codes = head._branches(x)
+        assert logits.dtype == codes.dtype == torch.float32
+        runs.append([logits, codes, *torch.autograd.grad((logits.tanh() * codes).sum(), [x, *branches])])
+    assert calls
+    assert all(found.is_contiguous() for found in runs[0][3:])
+    bound = 2e-2 if half else 1e-5
+    for found, expected in zip(*runs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=bound, atol=bound / 10)
+
+
 def reference_losses(logits: Tensor, codes: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """One query and one object at a time, in float64; all samples annotated."""
     positives = sum(min(len(boxes), logits.shape[2]) for boxes in batch.boxes)
