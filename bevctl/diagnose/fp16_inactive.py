@@ -66,7 +66,7 @@ def _in_effect(subject: Subject) -> str | None:
     if share is not None and share >= LEAST_MATMULS:
         return f"{share:.0%} of the matrix products run in half precision, by the run's own count."
     compared = None if subject.alarms("TASK002") else compare(view)  # a run that lacks a head does not compare
-    if compared is not None and compared.memory[0] < SAME and compared.time[0] < SAME:
+    if compared is not None and compared.memory is not None and max(compared.memory[0], compared.time[0]) < SAME:
         return f"Against the FP32 run: memory x {compared.memory[0]:.2f}, time x {compared.time[0]:.2f}."
     found = overflows(view) if subject.setting.half else None
     if found is not None and not found.is_frequent and not found.no_step_taken:
@@ -203,20 +203,28 @@ def _not_faster(subject: Subject) -> Iterator[DiagnoseFinding]:
     compared = compare(view) if view is not None else None
     if view is None or compared is None or subject.setting.precision == "fp32" or compared.time[0] < SAME:
         return
-    if compared.memory[0] < SAME and not subject.alarms("TASK002"):
+    if (compared.is_smaller or compared.memory is None) and not subject.alarms("TASK002"):
         yield _slower(view, compared)
     yield from _tf32(subject, compared)
 
 
 def _slower(view: View, compared: Comparison) -> DiagnoseFinding:
-    ours, theirs = (float(np.nanmedian(h.column("data_time_s"))) for h in (view.warm, view.other) if len(h))
-    grown = f"waiting for data: {ours:.3g} s here, {theirs:.3g} s there"
+    ours, theirs = (history.finite("data_time_s")[1] for history in (view.warm, view.other))
+    grown = []
+    if len(ours) and len(theirs):
+        told = f"waiting for data: {np.median(ours):.3g} s here, {np.median(theirs):.3g} s there"
+        grown = [Evidence("data_time_s", told)]
+    saves = (
+        f"FP16 is in effect (memory x {compared.memory[0]:.2f}), but"
+        if compared.memory is not None
+        else "In half precision,"
+    )
     return DiagnoseFinding(
         NOT_FASTER,
         Severity.WARN,
         0.6,
-        f"FP16 is in effect (memory x {compared.memory[0]:.2f}), but computing takes x {compared.time[0]:.2f}",
-        (*compared.evidence(), *([Evidence("data_time_s", grown)] if np.isfinite(ours) else [])),
+        f"{saves} computing takes x {compared.time[0]:.2f}",
+        (*compared.evidence(), *grown),
         "The time goes where FP16 does not help: many small kernels that the host launches too slowly, operators "
         "without tensor cores (sparse convolutions, normalization, sampling), casts between formats.",
         (Remedy({}, "use the memory that is free for a larger batch, which FP16 speeds up more"),),

@@ -18,8 +18,8 @@ from bevctl.diagnose.speed_bench import AMDAHL, by_parts, part_table
 from bevctl.diagnose.subject import Subject, from_alarm, read_subject
 from bevctl.diagnose.throttling import held_back, is_here
 from bevctl.finding import Evidence, Severity
-from bevctl.monitor.alarms.precision import SAME, Comparison, compare
-from bevctl.monitor.facts import fp16_of
+from bevctl.monitor.alarms.precision import LEAST_RECORDS, SAME, Comparison, compare
+from bevctl.monitor.facts import half_of
 from bevctl.monitor.progress import evaluation_lengths
 from bevctl.monitor.view import Alarm, View
 
@@ -73,9 +73,9 @@ def diagnose(request: DiagnoseRequest) -> Diagnosis:
     status = status_of(findings)
     if status is Status.CLEAR and compared is None and pair is None and request.profile is None:
         status = Status.INCONCLUSIVE
-        said.append(
-            "Whether half precision is faster is not known: give the FP32 run with --against, --bench, or --profile N."
-        )
+        given = f"the run of --against cannot be compared ({LEAST_RECORDS} iteration times of each, warm-up left out)"
+        wanted = given if request.against is not None else "give the FP32 run with --against, --bench, or --profile N"
+        said.append(f"Whether half precision is faster is not known: {wanted}.")
     answer = gain or _gain(findings, compared) if status is Status.CLEAR else ""
     return Diagnosis(status, findings, [*subject.looked_at, *said], tables, said=answer)
 
@@ -98,7 +98,7 @@ def _subject(request: DiagnoseRequest) -> Subject:
         return Subject(None, Setting())
     subject = read_subject(request)
     against = subject.view.against if subject.view is not None else None
-    if against is not None and fp16_of(against) and subject.setting.precision == "fp32":
+    if against is not None and half_of(against) and subject.setting.precision == "fp32":
         return read_subject(dataclasses.replace(request, run=request.against, against=request.run, config=None))
     return subject
 

@@ -46,6 +46,11 @@ def fp16_of(log: RunLog) -> bool | None:
     return told if isinstance(told, bool) else None
 
 
+def half_of(log: RunLog) -> bool | None:
+    """Whether the run trains in half precision, FP16 or BF16."""
+    return True if last_segment(log).get("precision") == "bf16" else fp16_of(log)
+
+
 def fixed_scale(log: RunLog) -> float | None:
     """The loss scale, where it is fixed."""
     own = last_segment(log).get("loss_scale")

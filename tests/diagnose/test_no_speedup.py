@@ -51,6 +51,29 @@ def test_a_run_that_is_smaller_and_no_faster(tmp_path: Path) -> None:
     assert found(_against(tmp_path, time="0.670")) == {"PREC106": "warn"}
 
 
+@pytest.mark.parametrize(("time", "expected"), [(0.3, {}), (0.49, {"PREC106": "warn"})])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_runs_that_do_not_tell_their_memory_are_compared_by_time(
+    tmp_path: Path, time: float, expected: dict[str, str], swapped: bool
+) -> None:
+    runs = {"fp32": own_run(tmp_path / "fp32", {"iter_time_s": [0.5] * 90}, 90)}
+    runs["bf16"] = own_run(tmp_path / "bf16", {"iter_time_s": [time] * 90}, 90)
+    for name, run in runs.items():
+        text = (run / "run.json").read_text().replace('"precision": "fp16"', f'"precision": "{name}"')
+        (run / "run.json").write_text(text)
+    pair = (runs["fp32"], runs["bf16"]) if swapped else (runs["bf16"], runs["fp32"])
+    answer = ask("no-speedup", pair[0], against=pair[1])
+    assert found(answer) == expected
+    assert f"Half precision computes {0.5 / time:.2f} times as fast" in the(answer, "SPEED102").title
+
+
+def test_a_run_that_cannot_be_compared_is_said_to_be_so(tmp_path: Path) -> None:
+    short = own_run(tmp_path / "fp32", {"iter_time_s": [0.5] * 2}, 2)
+    answer = ask("no-speedup", own_run(tmp_path / "fp16", {"iter_time_s": [0.5] * 60}, 60), against=short)
+    assert answer.status is Status.INCONCLUSIVE
+    assert "cannot be compared (3 iteration times of each" in answer.looked_at[-1]
+
+
 def test_the_baseline_in_tf32_is_told(tmp_path: Path) -> None:
     answer = _against(tmp_path, gpu="NVIDIA A100-SXM4-40GB", time="0.600")
     assert "PREC105" in [finding.id for finding in answer.findings]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bevctl.finding import Evidence, Severity
-from bevctl.monitor.facts import fp16_of
+from bevctl.monitor.facts import fp16_of, half_of
 from bevctl.monitor.history import History
 from bevctl.monitor.view import Trouble, View
 
@@ -45,35 +45,39 @@ Ratio = tuple[float, float, float]
 class Comparison:
     """A run beside its FP32 twin."""
 
-    memory: Ratio
-    """GiB."""
+    memory: Ratio | None
+    """GiB; None where a log does not tell it."""
     time: Ratio
     """Seconds an iteration, without waiting for data."""
 
+    @property
+    def is_smaller(self) -> bool:
+        """Whether it is known to take less memory."""
+        return self.memory is not None and self.memory[0] < SAME
+
     def evidence(self) -> list[Evidence]:
         memory, time = self.memory, self.time
-        return [
-            Evidence("memory_gib", f"{memory[1]:.3g} here, {memory[2]:.3g} in the FP32 run ({memory[0]:.0%})"),
-            Evidence(
-                "iter_time_s", f"{time[1]:.3g} without waiting for data here, {time[2]:.3g} there ({time[0]:.0%})"
-            ),
-        ]
+        told = f"{time[1]:.3g} without waiting for data here, {time[2]:.3g} in the FP32 run ({time[0]:.0%})"
+        found = [Evidence("iter_time_s", told)]
+        if memory is not None:
+            found.insert(0, Evidence("memory_gib", f"{memory[1]:.3g} here, {memory[2]:.3g} there ({memory[0]:.0%})"))
+        return found
 
 
 def compare(view: View) -> Comparison | None:
     """The run beside the one that it is compared with; None where that is not in FP32, or too little is known."""
-    if view.against is None or fp16_of(view.against):
+    if view.against is None or half_of(view.against):
         return None
     ours, theirs = view.warm, view.other
-    memory, time = _ratio(ours, theirs, "memory_gib"), _ratio(_computing(ours), _computing(theirs), "iter_time_s")
-    return Comparison(memory, time) if memory is not None and time is not None else None
+    time = _ratio(_computing(ours), _computing(theirs), "iter_time_s")
+    return Comparison(_ratio(ours, theirs, "memory_gib"), time) if time is not None else None
 
 
 def _by_other_run(view: View) -> Iterator[Trouble]:
     if set(view.other.losses) - set(view.history.losses):
         return  # a run that lacks a head does not compare
     compared = compare(view)
-    if compared is not None and compared.memory[0] >= SAME and compared.time[0] >= SAME:
+    if compared is not None and compared.memory is not None and min(compared.memory[0], compared.time[0]) >= SAME:
         title = "FP16 is on, but memory and speed are those of FP32"
         yield _trouble(title, compared.evidence(), view.history.iters[0])
 
