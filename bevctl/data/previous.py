@@ -46,6 +46,7 @@ class PreviousFrames:
         self._table = info.camera_sweeps if config.source == "sweeps" and stored else None
         self.stands_in = config.source == "sweeps" and self._table is None
         """Whether keyframes are taken for sweeps that the file does not hold."""
+        self.reads_sweeps = self._table is not None
 
     def images(self, sample: SampleInfo, cameras: Sequence[str], rng: np.random.Generator) -> dict[str, CameraInfo]:
         """The images that `cameras` took at an earlier moment, as seen from the keyframe of `sample`.

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from bevctl.data.info import SampleInfo
     from bevctl.data.previous import PreviousFrames
 
-_UNPACK = "Unpack what is missing (`bevctl data check` counts it), or take keyframes: data.previous.source=keyframes."
+_UNPACK = "Unpack what is missing (`bevctl data check` counts it)"
+_TAKE_KEYFRAMES = ", or take keyframes: data.previous.source=keyframes"
 _REBUILD = "Rebuild the info files with `bevctl data prepare`, or set data.previous to what they hold."
 
 
@@ -40,7 +41,8 @@ def earlier_images(context: Context, plan: Plan) -> Outcome:
         if not followers:
             return failed(f"{split}: no sample has images of an earlier moment", _REBUILD)
         seen_by = [_looking_back(frames, sample) for sample in spread(followers, SAMPLES)]
-        for judge, fix in ((_unreadable, _UNPACK), (_misplaced, _REBUILD)):
+        unpack = f"{_UNPACK}{_TAKE_KEYFRAMES if frames.reads_sweeps else ''}."
+        for judge, fix in ((_unreadable, unpack), (_misplaced, _REBUILD)):
             problems = judge(plan.data_root, seen_by)
             if problems:
                 return failed(f"{split}: {'; '.join(problems[:3])}", fix)

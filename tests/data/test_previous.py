@@ -82,6 +82,8 @@ def test_places_count_back_in_time(tmp_path: Path) -> None:
         assert {number_of(image) for image in images.values()} == {number}
     keyframes = {place: chosen(info, 3, PreviousFrameConfig(source="keyframes", eval=place)) for place in range(4)}
     assert [number_of(images["CAM_FRONT"]) for images in keyframes.values()] == [12, 6, 0, 0]
+    asked = (PreviousFrameConfig(), PreviousFrameConfig(source="keyframes"))
+    assert [PreviousFrames(info, config, train=False).reads_sweeps for config in asked] == [True, False]
 
 
 def test_the_same_image_is_the_same_in_every_sample(tmp_path: Path) -> None:
