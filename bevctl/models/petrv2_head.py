@@ -18,6 +18,7 @@ from bevctl.models.petrv2_loss import detection_losses
 from bevctl.models.petrv2_position import inverse_sigmoid, sine_embedding
 from bevctl.models.petrv2_transformer import ImageMemory, PetrTransformer
 from bevctl.models.side_by_side import all_plain, multiplied, parameters_of, side_by_side
+from bevctl.ops.backend import use_triton
 
 WIDTHS = (2, 1, 3, 2, 2)
 """Channels of the regression heads, whose outputs side by side are a box's code."""
@@ -112,19 +113,20 @@ class PetrObjectHead(nn.Module):
         return PetrOutputs(logits, self._placed(codes, memory.interval))
 
     def _branches(self, queries: Tensor) -> tuple[Tensor, Tensor]:
-        """Classes and boxes, float32, of the (N, B, Q, C) queries after each layer; all layers at once where they may.
+        """Classes and boxes, (N, B, Q, K) and (N, B, Q, 10) float32, of the (N, B, Q, C) queries after each layer."""
+        # One by one where operations are traced to their modules: a trace has torch's kernels.
+        if use_triton(queries) and all_plain([self.cls_branches, self.reg_branches]):
+            return self._branches_at_once(queries)
+        logits = [branch(query).float() for branch, query in zip(self.cls_branches, queries, strict=True)]
+        codes = [branch(query) for branch, query in zip(self.reg_branches, queries, strict=True)]
+        return torch.stack(logits), torch.stack(codes)
 
-        One by one they are a thousand small operations, forward and backward.
-        """
-        classifiers = cast("Sequence[nn.Sequential]", list(self.cls_branches))
-        regressors = cast("Sequence[RegressionBranch]", list(self.reg_branches))
-        if not all_plain([*classifiers, *regressors]):
-            logits = [branch(query).float() for branch, query in zip(classifiers, queries, strict=True)]
-            codes = [branch(query) for branch, query in zip(regressors, queries, strict=True)]
-            return torch.stack(logits), torch.stack(codes)
+    def _branches_at_once(self, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """The same in 800 operations fewer, forward and backward, which a small batch waits for on a GPU."""
         rows, shape = queries.flatten(1, 2), queries.shape[1:3]
-        classes = side_by_side([list(branch) for branch in classifiers], rows)
-        return classes.float().unflatten(1, shape), regressed(regressors, rows).float().unflatten(1, shape)
+        classes = side_by_side([list(cast("nn.Sequential", branch)) for branch in self.cls_branches], rows)
+        boxes = regressed(cast("Sequence[RegressionBranch]", list(self.reg_branches)), rows)
+        return classes.float().unflatten(1, shape), boxes.float().unflatten(1, shape)
 
     def _placed(self, codes: Tensor, interval: Tensor | None) -> Tensor:
         """(N, B, Q, 10) outputs → codes: centres beside their reference points, in m, and velocities in m/s."""

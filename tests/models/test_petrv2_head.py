@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bevctl.batch import Batch
 from bevctl.config.schema import ObjectHeadConfig, PetrConfig
-from bevctl.models import petrv2_loss
+from bevctl.models import petrv2_head, petrv2_loss
 from bevctl.models.petrv2_coder import decode, encode
 from bevctl.models.petrv2_head import PetrObjectHead, PetrOutputs
 from bevctl.models.petrv2_loss import detection_losses
@@ -101,20 +101,27 @@ def test_branches_at_once_are_branches_one_by_one(half: bool) -> None:
     queries = torch.randn(2, 3, 12, 16, dtype=dtype)
     branches = [*head.cls_branches.parameters(), *head.reg_branches.parameters()]
     runs = []
-    calls: list[object] = []
-    for one_by_one in (False, True):
+    for compute in (head._branches_at_once, head._branches):
         x = queries.clone().requires_grad_()
-        if one_by_one:  # whoever listens in on a branch sees it run
-            head.reg_branches[1].get_submodule("task_heads.2").register_forward_hook(lambda *_: calls.append(1))
         with torch.autocast("cpu", torch.float16, enabled=half):
-            logits, codes = head._branches(x)
+            logits, codes = compute(x)
         assert logits.dtype == codes.dtype == torch.float32
         runs.append([logits, codes, *torch.autograd.grad((logits.tanh() * codes).sum(), [x, *branches])])
-    assert calls
     assert all(found.is_contiguous() for found in runs[0][3:])
     bound = 2e-2 if half else 1e-5
     for found, expected in zip(*runs, strict=True):
         torch.testing.assert_close(found, expected, rtol=bound, atol=bound / 10)
+
+
+def test_a_branch_that_is_listened_to_runs_by_itself(head: PetrObjectHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(petrv2_head, "use_triton", lambda _: True)
+    calls: list[object] = []
+    monkeypatch.setattr(head, "_branches_at_once", lambda _: "at once")
+    assert head._branches(torch.randn(2, 3, 12, 16)) == "at once"
+    head.reg_branches[1].get_submodule("task_heads.2").register_forward_hook(lambda *_: calls.append("alone"))
+    logits, _ = head._branches(torch.randn(2, 3, 12, 16))
+    assert calls == ["alone"]
+    assert logits.shape == (2, 3, 12, CLASSES)
 
 
 def reference_losses(logits: Tensor, codes: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
