@@ -37,8 +37,8 @@ CUDA_CONTEXT = 2**30
 BASIS = (
     "Traced on tensors without contents, through the kernels' own memory; 7 % are added for workspaces of cuDNN. On an "
     "H200 the prediction was 4 % below to 3 % above what the multitask model took in FP16 at batch 1, 4 and 8, with "
-    "all parts recomputed and without, and within 4 % in FP32 with TF32. Without TF32, cuDNN takes more where there "
-    "is room. Other cards and several GPUs have not been compared."
+    "all parts recomputed and without, and 11 % below what the detection model took in FP32 with TF32 at batch 4. "
+    "Without TF32, cuDNN takes more where there is room. Other cards and several GPUs have not been compared."
 )
 _ADAM_COPIES = 2
 BUCKETS, NCCL, CONTEXT = "gradient buckets (DDP)", "NCCL", "CUDA context"
