@@ -85,12 +85,13 @@ def bevctl(arguments: Sequence[str], log: Path) -> None:
         raise RuntimeError(f"{shlex.join(command)} ended with {done.returncode}:\n{log.read_text()[-2000:]}")
 
 
-def make_data(root: Path, train_scenes: int, val_scenes: int, log: Path) -> None:
+def make_data(options: argparse.Namespace) -> None:
     """A synthetic set, unless one is there."""
-    if root.exists():
+    if options.data.exists():
         return
-    scenes = ["--train-scenes", str(train_scenes), "--val-scenes", str(val_scenes)]
-    bevctl(["data", "synth", str(root), "--version", "v1.0-trainval", *scenes], log)
+    scenes = ["--train-scenes", str(options.train_scenes), "--val-scenes", str(options.val_scenes)]
+    made_as = ["--version", "v1.0-trainval", *scenes, "--lidar-beams", str(options.lidar_beams)]
+    bevctl(["data", "synth", str(options.data), *made_as], options.work_dir / "data.log")
 
 
 def train(arm: str, seed: int, options: argparse.Namespace) -> Run:
@@ -175,6 +176,7 @@ def write(options: argparse.Namespace, runs: Sequence[Run], differences: Sequenc
         "set": options.set,
         "epochs": options.epochs,
         "scenes": [options.train_scenes, options.val_scenes],
+        "lidar_beams": options.lidar_beams,
         "side_by_side": options.jobs,
         "runs": [asdict(run) for run in runs],
         "differences": [asdict(d) | {"agrees": d.agrees} for d in differences],
@@ -190,6 +192,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=Path("data/synth-convergence"), help="made if it is not there")
     parser.add_argument("--train-scenes", type=int, default=40)
     parser.add_argument("--val-scenes", type=int, default=15)
+    parser.add_argument("--lidar-beams", type=int, default=32, help="few leave something to the cameras")
     parser.add_argument("--config", default="tiny")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every run")
     parser.add_argument("--epochs", type=int, default=12)
@@ -204,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     for folder in (options.out, options.work_dir):
         folder.mkdir(parents=True, exist_ok=True)
-    make_data(options.data, options.train_scenes, options.val_scenes, options.work_dir / "data.log")
+    make_data(options)
     with ThreadPoolExecutor(options.jobs) as pool:
         pending = [pool.submit(train, arm, seed, options) for arm in options.arms for seed in options.seeds]
         runs = [future.result() for future in pending]
