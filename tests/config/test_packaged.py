@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bevctl.batch import MAP_CLASSES, OBJECT_CLASSES
 from bevctl.config.document import packaged_folder, packaged_names
 from bevctl.config.load import DEFAULT, load
 from bevctl.config.schema import Config, DataConfig, ParamGroupConfig
@@ -172,6 +173,9 @@ RECIPES: dict[str, dict[str, Any]] = {
         ),
         "train.epochs": 20,
         "train.batch": 6,
+        "data.space.rotate": (-0.3925, 0.3925),
+        "data.space.translate": 0.0,
+        "data.space.scale": (0.95, 1.05),
         "model.lidar": None,
         "model.point_cloud_range": (-51.2, -51.2, -5.0, 51.2, 51.2, 3.0),
     },
@@ -192,6 +196,20 @@ COMMON: dict[str, Any] = {
     "optim.cyclic_momentum": True,
     "data.cbgs": True,
     "data.sweeps": 9,
+    "data.image.resize": (0.38, 0.55),
+    "data.image.resize_eval": 0.48,
+    "data.image.rotate": (-5.4, 5.4),
+    "data.image.flip": True,
+    "data.image.grid_mask": 0.0,
+    "data.image.shared": False,
+    "data.space.rotate": (-0.785398, 0.785398),
+    "data.space.translate": 0.5,
+    "data.space.scale": (0.9, 1.1),
+    "data.space.flip": True,
+    "data.classes": OBJECT_CLASSES,
+    "data.map_classes": MAP_CLASSES,
+    "optim.betas": (0.9, 0.999),
+    "model.freeze": (),
     "precision.dtype": "fp16",
     "precision.loss_scale": "dynamic",
     "precision.growth_interval": 2000,
