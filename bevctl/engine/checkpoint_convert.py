@@ -13,6 +13,7 @@ import bevctl
 from bevctl.config.load import from_dict, to_dict
 from bevctl.config.schema import Config
 from bevctl.engine.checkpoint import FORMAT, Checkpoint, is_derived, load_state, to_our_layout
+from bevctl.engine.class_order import check_class_order
 from bevctl.engine.load_report import LoadReport, part_of
 from bevctl.engine.resume import foreign_parameter_states
 from bevctl.errors import BevctlError
@@ -94,6 +95,7 @@ def convert_checkpoint(checkpoint: Checkpoint, target: Target) -> Conversion:
         notes.append("Averaged weights (EMA) written, as evaluation uses them")
     report = None
     if target.config is not None:
+        check_class_order(checkpoint, target.config)
         model = build_model(target.config)
         report = load_state(model, checkpoint, target.boxes)
         report.require(share_of_model=target.min_loaded)

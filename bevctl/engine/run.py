@@ -22,6 +22,7 @@ from bevctl.console import Console
 from bevctl.data.split import open_split
 from bevctl.engine.acceleration import accelerate
 from bevctl.engine.checkpoint import FORMAT, Checkpoint, Shelf, load_state, read_checkpoint
+from bevctl.engine.class_order import check_class_order
 from bevctl.engine.data_parallel import data_parallel
 from bevctl.engine.determinism import algorithms
 from bevctl.engine.dist import World, broadcast_buffers, on_main, process_group, select_device
@@ -105,13 +106,16 @@ def _check_start(config: Config, work_dir: Path, options: RunOptions) -> None:
 def _start_state(parts: Parts, checkpoint: Checkpoint | None, min_loaded: float | None) -> Resumed:
     """Continues `checkpoint`; or starts afresh, from the image backbone's weights and then those of model.load_from."""
     if checkpoint is not None:
+        check_class_order(checkpoint, parts.config)
         return restore(parts.state, checkpoint, parts.world, MIN_RESUMED if min_loaded is None else min_loaded)
     camera = parts.config.model.camera
     sources = [Path(camera.pretrained)] if camera is not None and camera.pretrained else []
     sources += [find_checkpoint(name, work_dir_of(parts.config)) for name in parts.config.model.load_from]
     notes = []
     for source in sources:
-        report = load_state(parts.state.model, read_checkpoint(source))
+        weights = read_checkpoint(source)
+        check_class_order(weights, parts.config)
+        report = load_state(parts.state.model, weights)
         report.require(share_of_file=MIN_LOADED if min_loaded is None else min_loaded)
         notes += [f"Weights from {source}, training starts at iteration 0", *report.sentences()]
     if sources and parts.state.average is not None:

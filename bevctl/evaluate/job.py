@@ -14,7 +14,8 @@ from bevctl.console import Console
 from bevctl.data.index import InfoFile, SampleInfo
 from bevctl.data.loader import EpochSampler, Samples, make_loader
 from bevctl.data.split import open_split
-from bevctl.engine.checkpoint import load_state, read_checkpoint
+from bevctl.engine.checkpoint import Checkpoint, load_state, read_checkpoint
+from bevctl.engine.class_order import check_class_order
 from bevctl.engine.dist import World, process_group, select_device
 from bevctl.engine.precision import Precision, keep_fp32, resolve_precision
 from bevctl.errors import BevctlError
@@ -49,7 +50,9 @@ def evaluate_checkpoint(
     for note in dataset.notes:
         say(note)
     model = build_model(config)
-    _load(model, checkpoint, console, world, min_loaded)
+    weights = read_checkpoint(checkpoint)
+    check_class_order(weights, config)
+    _load(model, weights, console, world, min_loaded)
     keep_fp32(model, config.precision.fp32_modules, device.type)
     model.to(device)
     shown = spread(info.samples, show)
@@ -98,9 +101,8 @@ def ground_truth(dataset: Samples) -> InfoFile:
     return dataset.info
 
 
-def _load(model: nn.Module, path: Path, console: Console, world: World, min_loaded: float) -> None:
+def _load(model: nn.Module, checkpoint: Checkpoint, console: Console, world: World, min_loaded: float) -> None:
     """The checkpoint's weights; of a run that averaged them, the average, which is what its training evaluated."""
-    checkpoint = read_checkpoint(path)
     report = load_state(model, checkpoint)
     report.require(share_of_model=min_loaded)
     average = checkpoint.content.get("ema")
@@ -115,5 +117,6 @@ def _load(model: nn.Module, path: Path, console: Console, world: World, min_load
     if report.missing or report.mismatched:
         count = len(report.missing) + len(report.mismatched)
         console.warn(
-            f"{count} entries of the model are not in {path} and keep their random values: these numbers mean little."
+            f"{count} entries of the model are not in {checkpoint.path} and keep their random values: "
+            "these numbers mean little."
         )

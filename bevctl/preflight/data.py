@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bevctl.config.document import display
+from bevctl.engine.class_order import classes_of, other_order
 from bevctl.errors import BevctlError
 from bevctl.preflight.checks import CheckSpec, Context, Outcome, failed, passed, skipped, warned
 from bevctl.preflight.data_infos import LOW_SHARE, SAMPLES, SURE_SHARE, readable_infos, spread, train_info, val_info
@@ -114,23 +115,8 @@ def _other_order(context: Context, classes: Sequence[str]) -> tuple[str, ...] | 
         checkpoint = context.once(resumed_report).checkpoint
     except NothingToResume:
         return None
-    theirs = _classes_of(checkpoint.meta) if checkpoint is not None else ()
-    return theirs if sorted(theirs) == sorted(classes) and theirs != tuple(classes) else None
-
-
-def _classes_of(meta: Mapping[str, Any]) -> tuple[str, ...]:
-    """The classes that bevctl, mmcv or mmengine has put into a checkpoint's meta."""
-    config = meta.get("config")
-    data = config.get("data") if isinstance(config, Mapping) else None
-    dataset = meta.get("dataset_meta")
-    candidates = (
-        data.get("classes") if isinstance(data, Mapping) else None,
-        meta.get("CLASSES"),
-        dataset.get("classes") if isinstance(dataset, Mapping) else None,
-    )
-    return next(
-        (tuple(c) for c in candidates if isinstance(c, list | tuple) and all(isinstance(n, str) for n in c)), ()
-    )
+    theirs = classes_of(checkpoint.meta) if checkpoint is not None else ()
+    return theirs if other_order(theirs, tuple(classes)) else None
 
 
 @of_plan
