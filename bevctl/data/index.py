@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bevctl.data import layout_data_list, layout_infos, layout_petr
 from bevctl.data.conventions import detect_convention, to_lwh
@@ -36,6 +38,7 @@ def read_info(path: str | Path, box_convention: str = "auto") -> InfoFile:
     newer = "data_list" in document
     samples = _read_data_list(path, document) if newer else _read_infos(path, document)
     camera_sweeps, samples = _read_camera_sweeps(path, document, samples)
+    samples, left_out = _without_broken(samples)
     convention, note = _decide_convention(
         samples, box_convention, newer and not layout_data_list.is_early(document["metainfo"])
     )
@@ -47,7 +50,7 @@ def read_info(path: str | Path, box_convention: str = "auto") -> InfoFile:
         version=str((document["metainfo"] if newer else document.get("metadata", {})).get("version", "unknown")),
         samples=_with_boxes(samples, convention),
         box_convention=convention,
-        notes=(note,) if note else (),
+        notes=tuple(filter(None, (note, left_out))),
         camera_sweeps=camera_sweeps,
     )
 
@@ -72,13 +75,20 @@ def _read_all(path: Path, entries: Any, read: Callable[[Any], SampleInfo]) -> li
     samples = []
     for index, entry in enumerate(entries):
         try:
-            samples.append(read(entry))
+            samples.append(_with_names(read(entry)))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise BevctlError(
                 f"Sample {index} of {path} cannot be read: {type(error).__name__}: {error}.",
                 "The file is damaged or of a layout that bevctl does not know; rebuild it with `bevctl data prepare`.",
             ) from None
     return samples
+
+
+def _with_names(sample: SampleInfo) -> SampleInfo:
+    """The sample itself. Raises ValueError where not every box has a name."""
+    if sample.boxes is not None and len(sample.boxes) != len(sample.names):
+        raise ValueError(f"{len(sample.boxes)} boxes have {len(sample.names)} names")
+    return sample
 
 
 def _read_camera_sweeps(
@@ -119,6 +129,41 @@ def _with_boxes(samples: list[SampleInfo], convention: str) -> tuple[SampleInfo,
     return tuple(
         dataclasses.replace(sample, boxes=empty if sample.boxes is None else to_lwh(sample.boxes, convention))
         for sample in samples
+    )
+
+
+def _without_broken(samples: list[SampleInfo]) -> tuple[list[SampleInfo], str]:
+    """Samples without the boxes of which a number is not finite, or a side not above zero, and a sentence that counts
+    them: nothing can be learned from those, and the devkit's evaluation refuses them."""
+    sound = [_sound(sample) for sample in samples]
+    count = sum(0 if kept is None else int((~kept).sum()) for kept in sound)
+    if not count:
+        return samples, ""
+    boxes = "1 annotated box is" if count == 1 else f"{count} annotated boxes are"
+    note = f"{boxes} left out: a number that is not finite, or a side that is not above zero."
+    return list(map(_only, samples, sound)), note
+
+
+def _sound(sample: SampleInfo) -> NDArray[np.bool_] | None:
+    """(n,) which boxes of a sample can be; None where it is not annotated."""
+    if sample.boxes is None:
+        return None
+    sound: NDArray[np.bool_] = np.isfinite(sample.boxes[:, :7]).all(axis=1) & (sample.boxes[:, 3:6] > 0).all(axis=1)
+    return sound
+
+
+def _only(sample: SampleInfo, kept: NDArray[np.bool_] | None) -> SampleInfo:
+    """The sample with some of its boxes."""
+    if sample.boxes is None or kept is None or kept.all():
+        return sample
+    return dataclasses.replace(
+        sample,
+        boxes=sample.boxes[kept],
+        names=tuple(itertools.compress(sample.names, kept)),
+        num_lidar_pts=sample.num_lidar_pts[kept],
+        num_radar_pts=sample.num_radar_pts[kept],
+        valid=sample.valid[kept],
+        attributes=tuple(itertools.compress(sample.attributes, kept)),
     )
 
 

@@ -125,7 +125,8 @@ class InfoFile:
 
 
 def box_rows(boxes: Any, velocity: Any) -> Array:
-    """(n, 9) rows from (n, 7) boxes and (n, 2) velocities in m/s; None as velocity means unknown."""
+    """(n, 9) rows from (n, 7) boxes and (n, 2) velocities in m/s; None as velocity means unknown, and so does infinity,
+    which becomes NaN."""
     seven = np.asarray(boxes, dtype=np.float64).reshape(-1, 7)
     two = np.full((len(seven), 2), np.nan) if velocity is None else np.asarray(velocity, np.float64).reshape(-1, 2)
-    return np.concatenate([seven, two], axis=1)
+    return np.concatenate([seven, np.where(np.isfinite(two), two, np.nan)], axis=1)

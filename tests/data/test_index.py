@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,50 @@ def test_velocity_may_be_absent(tmp_path: Path) -> None:
     boxes = read_info(made.write(tmp_path / "a.pkl", document)).samples[0].boxes
     assert boxes is not None
     assert np.isnan(boxes[:, 7:]).all()
+
+
+BROKEN = [(0, np.nan), (2, np.inf), (3, 0.0), (4, -2.0), (5, np.nan), (6, -np.inf)]
+
+
+@pytest.mark.parametrize(("column", "value"), BROKEN)
+@pytest.mark.parametrize("layout", [made.data_list, made.infos])
+def test_a_box_that_cannot_be_is_left_out_and_said(
+    tmp_path: Path, layout: Callable[[], dict[str, Any]], column: int, value: float
+) -> None:
+    """One that is NaN somewhere, or without size, would make a loss NaN, and stop the evaluation."""
+    document = layout()
+    (sample,) = document["infos"] if "infos" in document else document["data_list"]
+    if "infos" in document:
+        sample["gt_boxes"] = made.BOXES.copy()
+        sample["gt_boxes"][1, column] = value
+    else:
+        sample["instances"][1]["bbox_3d"][column] = value
+        for instance in sample["instances"]:
+            instance["attribute"] = "standing"
+    info = read_info(made.write(tmp_path / "a.pkl", document))
+    (read,) = info.samples
+    assert read.boxes is not None
+    np.testing.assert_allclose(read.boxes[:, :7], made.BOXES[[0, 2]])
+    assert read.names == (made.NAMES[0], made.NAMES[2])
+    np.testing.assert_array_equal(read.num_lidar_pts, [25, 4])
+    np.testing.assert_array_equal(read.valid, [True, True])
+    assert len(read.attributes) in (0, 2)
+    assert info.notes[-1].startswith("1 annotated box is left out")
+
+
+def test_a_speed_that_is_not_finite_is_unknown(tmp_path: Path) -> None:
+    document = made.infos(gt_velocity=np.array([[np.inf, 1.0], [np.nan, np.nan], [0.5, 1.0]]))
+    info = read_info(made.write(tmp_path / "a.pkl", document))
+    assert info.samples[0].boxes is not None
+    assert not np.isinf(info.samples[0].boxes).any()
+    assert np.isnan(info.samples[0].boxes[0, 7])
+    assert info.notes == ()
+
+
+def test_boxes_without_a_name_each_are_refused(tmp_path: Path) -> None:
+    document = made.infos(gt_names=np.array(made.NAMES[:2]))
+    with pytest.raises(BevctlError, match=r"Sample 0 of .*3 boxes have 2 names"):
+        read_info(made.write(tmp_path / "a.pkl", document))
 
 
 @pytest.mark.parametrize(
