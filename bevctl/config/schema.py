@@ -130,6 +130,12 @@ class DataConfig:
         "published BEVFusion figures were measured with random ones",
         choices=("auto", "nearest", "random"),
     )
+    sweep_pose: str = opt(
+        "exact",
+        "how sweeps are moved to the keyframe: exact, or with the translation along the sweep's axes, as mmdet3d 1.1 "
+        "and newer does; the two differ where the car turns",
+        choices=("exact", "mmdet3d"),
+    )
     previous: PreviousFrameConfig | None = opt(
         None, "the images of an earlier moment beside those of the keyframe, or null; for petrv2"
     )

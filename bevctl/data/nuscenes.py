@@ -176,9 +176,9 @@ class NuScenesDataset:
         return self.config.model.reads_points
 
     def _read_points(self, info: SampleInfo, rng: np.random.Generator) -> NDArray[np.float32]:
-        choice = self.config.data.sweep_choice
-        random = self.train if choice == "auto" else choice == "random"
-        return load_points(self.root, info, self.config.data.sweeps, rng if random else None)
+        data = self.config.data
+        random = self.train if data.sweep_choice == "auto" else data.sweep_choice == "random"
+        return load_points(self.root, info, data.sweeps, rng if random else None, data.sweep_pose)
 
     def _with_views(self, sample: Sample, info: SampleInfo, images: Mapping[str, CameraInfo]) -> Sample:
         return add_views(sample, tuple(images.get(name) for name in self.cameras), info.timestamp)

@@ -13,6 +13,7 @@ from bevctl.config.load import load
 from bevctl.config.schema import Config, DataConfig, MapHeadConfig, ModelConfig
 from bevctl.data.nuscenes import NuScenesDataset
 from bevctl.data.sample import Sample
+from bevctl.data.sweeps import load_points
 from bevctl.errors import BevctlError, ExitCode
 from bevctl.geometry import invert_rigid, points_in_boxes, project_points
 from tests.data.sets import config_for, write_set
@@ -123,6 +124,16 @@ def test_which_sweeps_are_taken(synth_root: Path, choice: str, split: str, rando
         (nearest,) = drawn
         key, sweeps = dataset.info_at(last).timestamp, dataset.info_at(last).sweeps
         np.testing.assert_allclose(nearest, [0.0, *(key - sweep.timestamp for sweep in sweeps[:2])], atol=2e-3)
+
+
+def test_how_sweeps_are_moved(synth_root: Path) -> None:
+    sets = [f"data.root={synth_root}", "data.sweeps=2", "data.augment=false", "model.camera=null", "model.map=null"]
+    for pose in ("exact", "mmdet3d"):
+        dataset = NuScenesDataset(load("tiny", sets=[*sets, f"data.sweep_pose={pose}"]).config, "val")
+        info = dataset.info_at(len(dataset) - 1)
+        points = dataset.steps(info, 0)["read points"](dataset.bare_sample(info), np.random.default_rng(0)).points
+        assert points is not None
+        np.testing.assert_array_equal(points, load_points(synth_root, info, 2, None, pose))
 
 
 def test_what_is_absent_is_said_once(config: Config) -> None:

@@ -43,6 +43,21 @@ def test_a_sweep_moves_exactly_and_carries_its_age(tmp_path: Path) -> None:
     assert points.dtype == np.float32
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_sweep_moves_as_mmdet3ds_loader_moves_it(tmp_path: Path, number: int) -> None:
+    """Its info files hold the map from keyframe to sweep, M; its loader computes p M's rotation - M's translation."""
+    info = _info(tmp_path, number)
+    stored = np.linalg.inv(info.sweeps[-1].sweep2key)
+    expected = SWEEP[[0, 2], :3] @ stored[:3, :3] - stored[:3, 3]
+    points = load_points(tmp_path, info, 9, None, "mmdet3d")
+    np.testing.assert_allclose(points[-2:, :3], expected, atol=1e-5)
+    exact = load_points(tmp_path, info, 9, None)
+    shift = np.linalg.norm(points[-2:, :3] - exact[-2:, :3], axis=1)
+    np.testing.assert_allclose(shift, 2 * number * np.sin(0.1 * number / 2), atol=1e-5)
+    np.testing.assert_array_equal(points[:, 3:], exact[:, 3:])
+    np.testing.assert_array_equal(points[: len(KEY)], exact[: len(KEY)])
+
+
 def test_without_sweeps_the_keyframe_is_repeated(tmp_path: Path) -> None:
     points = load_points(tmp_path, _info(tmp_path, 0), 3, None)
     assert len(points) == 2 + 3 * 1

@@ -102,3 +102,4 @@ def test_packaged_configs_take_the_habits_of_their_origin(
     assert (model.object.box_z if model.object else None) == box_z
     assert config.precision.dtype == dtype
     assert config.data.sweep_choice == ("auto" if name == "bevfusion_det" else "random")
+    assert config.data.sweep_pose == ("mmdet3d" if name.endswith("mmdet3d") else "exact")
