@@ -10,7 +10,7 @@ import click
 
 from bevctl.cli.data_sample import bench, show
 from bevctl.cli.options import json_option
-from bevctl.console import Console, Progress, table
+from bevctl.console import Console, Progress
 from bevctl.errors import BevctlError, ExitCode
 
 if TYPE_CHECKING:
@@ -176,9 +176,9 @@ def _tell_database(console: Console, database: WrittenDatabase) -> None:
 @json_option
 @click.pass_obj
 def check(console: Console, info_file: Path | None, root: Path | None) -> ExitCode:
-    """Say format, version and number of samples of each info file, and count the files that are missing.
+    """Say format, version and number of samples of each info file, and count the files that are missing or cut short.
 
-    Exits 1 where a file is missing, or an info file of the folder cannot be read. Earlier images, which only
+    Exits 1 where a file is missing or damaged, or an info file of the folder cannot be read. Earlier images, which only
     data.previous reads, are counted apart and decide nothing.
     """
     from bevctl.data.check import check_info, find_info_files
@@ -203,36 +203,36 @@ def check(console: Console, info_file: Path | None, root: Path | None) -> ExitCo
 
 
 def _tell_checked(console: Console, checked: list[CheckedInfo], broken: list[tuple[Path, BevctlError]]) -> None:
-    columns = ("info file", "format", "version", "boxes as", "samples", "boxes", "sweeps", "files", "missing")
-    rows = [
-        (
-            c.path.name,
-            c.format,
-            c.version,
-            c.box_convention,
-            c.samples,
-            c.boxes,
-            c.sweeps,
-            c.files,
-            sum(c.missing.values()),
-        )
-        for c in checked
-    ]
-    if rows:
-        console.result(table(columns, rows))
+    for info in checked:
+        console.result(_describe_checked(info))
     for info in checked:
         for note in info.notes:
             console.info(f"{info.path.name}: {note}")
         if info.camera_sweeps:
             console.info(f"{info.path.name}: {info.camera_sweeps:,} earlier images for data.previous.")
         if info.missing:
-            counts = ", ".join(f"{count} of {sensor}" for sensor, count in info.missing.items())
+            counts = _by_sensor(info.missing)
             console.warn(f"{info.path.name}: files are missing: {counts}; the first is {info.first_missing}.")
+        if info.damaged:
+            counts = _by_sensor(info.damaged)
+            console.warn(f"{info.path.name}: files are damaged: {counts}; the first is {info.first_damaged}.")
         if info.camera_sweeps_missing:
-            counts = ", ".join(f"{count} of {camera}" for camera, count in info.camera_sweeps_missing.items())
+            counts = _by_sensor(info.camera_sweeps_missing)
             console.warn(f"{info.path.name}: earlier images are missing, which data.previous reads: {counts}.")
     for path, error in broken:
         console.warn(f"{path.name}: {error.message}")
+
+
+def _describe_checked(info: CheckedInfo) -> str:
+    """Two lines, which fit a narrow screen."""
+    found = f"{info.samples:,} samples, {info.boxes:,} boxes, {info.sweeps:,} sweeps, {info.files:,} files"
+    missing, damaged = sum(info.missing.values()), sum(info.damaged.values())
+    state = f"{missing:,} missing, {damaged:,} damaged" if missing or damaged else "all there"
+    return f"{info.path.name}: {info.format}, {info.version}, boxes as {info.box_convention}\n  {found}: {state}"
+
+
+def _by_sensor(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} of {sensor}" for sensor, count in counts.items())
 
 
 def _checked_body(checked: list[CheckedInfo], broken: list[tuple[Path, BevctlError]]) -> dict[str, Any]:
@@ -249,6 +249,8 @@ def _checked_body(checked: list[CheckedInfo], broken: list[tuple[Path, BevctlErr
             "files": info.files,
             "missing": info.missing,
             "first_missing": info.first_missing,
+            "damaged": info.damaged,
+            "first_damaged": info.first_damaged,
             "camera_sweeps": info.camera_sweeps,
             "camera_sweeps_missing": info.camera_sweeps_missing,
             "notes": info.notes,

@@ -1,4 +1,4 @@
-"""What an info file holds, and which of the files it names are there."""
+"""What an info file holds, and which of the files it names are there and whole."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from bevctl.data.files import image_is_whole, points_are_whole
 from bevctl.data.index import locate, missing_files, read_info
 from bevctl.data.info import InfoFile, SampleInfo
 from bevctl.data.sweeps import LIDAR
@@ -34,6 +35,9 @@ class CheckedInfo:
     missing: dict[str, int]
     """Files that are not there, by sensor; sensors without a gap are left out."""
     first_missing: str | None
+    damaged: dict[str, int]
+    """Files that are cut short or not of their kind, by sensor."""
+    first_damaged: str | None
     camera_sweeps: int
     """Images that samples look back on, each counted once."""
     camera_sweeps_missing: dict[str, int]
@@ -42,7 +46,7 @@ class CheckedInfo:
 
     @property
     def complete(self) -> bool:
-        return not self.missing
+        return not self.missing and not self.damaged
 
 
 def find_info_files(root: Path) -> list[Path]:
@@ -62,15 +66,18 @@ def find_info_files(root: Path) -> list[Path]:
 
 
 def check_info(path: Path, root: Path, progress: Progress | None = None) -> CheckedInfo:
-    """Read `path` and look below `root` for each file it names. Raises BevctlError (exit 2) if it is no info file."""
+    """Read `path` and look below `root` at each file it names: is it there, and as long as it should be? Contents are
+    not looked at. Raises BevctlError (exit 2) if it is no info file."""
     info = read_info(path)
-    total, missing, first = 0, Counter[str](), None
+    total, missing, damaged = 0, _Tally(), _Tally()
     for index, sample in enumerate(info.samples):
         for sensor, name in _files_of(sample):
             total += 1
-            if locate(root, name, sensor) is None:
-                missing[sensor] += 1
-                first = first or name
+            found = locate(root, name, sensor)
+            if found is None:
+                missing.add(sensor, name)
+            elif not (points_are_whole(found) if sensor == LIDAR else image_is_whole(found)):
+                damaged.add(sensor, name)
         if progress is not None:
             progress(index + 1, len(info.samples), path.name)
     return CheckedInfo(
@@ -83,12 +90,26 @@ def check_info(path: Path, root: Path, progress: Progress | None = None) -> Chec
         boxes=sum(len(sample.names) for sample in info.samples),
         per_class=_count_classes(info),
         files=total,
-        missing=dict(sorted(missing.items())),
-        first_missing=first,
+        missing=dict(sorted(missing.counts.items())),
+        first_missing=missing.first,
+        damaged=dict(sorted(damaged.counts.items())),
+        first_damaged=damaged.first,
         camera_sweeps=0 if info.camera_sweeps is None else len(info.camera_sweeps.paths),
         camera_sweeps_missing=_missing_sweeps(info, root),
         notes=info.notes,
     )
+
+
+class _Tally:
+    """Counts files by sensor, and keeps the name of the first."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.first: str | None = None
+
+    def add(self, sensor: str, name: str) -> None:
+        self.counts[sensor] += 1
+        self.first = self.first or name
 
 
 def _missing_sweeps(info: InfoFile, root: Path) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from bevctl.errors import BevctlError, ExitCode
 
 POINT_FEATURES = 5
 """float32 values a point in a nuScenes LiDAR file: x, y, z, intensity, ring."""
+_POINT_BYTES = 4 * POINT_FEATURES
+_JPEG_ENDS = (b"\xff\xd8", b"\xff\xd9")
+"""The first and the last two bytes of a JPEG."""
 
 ImageArray = NDArray[np.uint8]
 
@@ -25,7 +29,7 @@ logger = logging.getLogger(__name__)
 def _unreadable(path: Path, reason: str) -> BevctlError:
     return BevctlError(
         f"{path} cannot be read: {reason}.",
-        "Copy the file again, or remove its sample from the info file; `bevctl data check` counts missing files.",
+        "Copy the file again, or remove its sample from the info file; `bevctl data check` counts what is missing or cut short.",
         ExitCode.RUN_FAILED,
     )
 
@@ -90,9 +94,8 @@ def read_points(path: Path) -> NDArray[np.float32]:
         values = np.frombuffer(path.read_bytes(), dtype=np.uint8)
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from None
-    row_bytes = POINT_FEATURES * 4
-    if len(values) == 0 or len(values) % row_bytes:
-        raise _unreadable(path, f"{len(values)} bytes are not a whole number of points of {row_bytes} bytes")
+    if not _whole_points(len(values)):
+        raise _unreadable(path, f"{len(values)} bytes are not a whole number of points of {_POINT_BYTES} bytes")
     points = values.view(np.float32).reshape(-1, POINT_FEATURES)
     finite = np.isfinite(points)
     if finite.all():
@@ -100,6 +103,32 @@ def read_points(path: Path) -> NDArray[np.float32]:
     finite = finite.all(axis=1)
     _report_dropped(path, int((~finite).sum()))
     return points[finite]
+
+
+def _whole_points(size: int) -> bool:
+    return size > 0 and size % _POINT_BYTES == 0
+
+
+def points_are_whole(path: Path) -> bool:
+    """Whether a file is as long as a whole number of points; it is not opened."""
+    try:
+        return _whole_points(path.stat().st_size)
+    except OSError:
+        return False
+
+
+def image_is_whole(path: Path) -> bool:
+    """Whether an image can be read: what begins and ends as a JPEG does is taken for one, any other file is decoded."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(2)
+            file.seek(-2, os.SEEK_END)
+            if (start, file.read(2)) == _JPEG_ENDS:
+                return True
+        read_image(path)
+    except (OSError, BevctlError):
+        return False
+    return True
 
 
 @functools.lru_cache(maxsize=4096)

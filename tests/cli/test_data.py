@@ -77,6 +77,20 @@ def test_missing_files_are_counted(root: Path, tmp_path: Path, invoke: Invoke) -
     assert "2 of CAM_BACK" in outcome.err
 
 
+def test_files_that_were_cut_short_are_counted(root: Path, tmp_path: Path, invoke: Invoke) -> None:
+    folder = tmp_path / "cut"
+    shutil.copytree(root, folder)
+    cloud, picture = min((folder / "samples" / "LIDAR_TOP").iterdir()), min((folder / "samples" / "CAM_BACK").iterdir())
+    cloud.write_bytes(cloud.read_bytes()[:1001])
+    picture.write_bytes(picture.read_bytes()[:-700])
+    outcome = invoke("data", "check", folder / "synth_infos_train.pkl", "--json")
+    assert outcome.code == ExitCode.FINDINGS
+    (file,) = outcome.document["files"]
+    assert (file["missing"], file["damaged"]) == ({}, {"CAM_BACK": 1, "LIDAR_TOP": 2})  # as a sweep once more
+    assert file["first_damaged"] == cloud.name
+    assert "files are damaged: 1 of CAM_BACK, 2 of LIDAR_TOP" in outcome.err
+
+
 @pytest.mark.parametrize("document", [{"images": []}, [], {"metainfo": {}, "data_list": [{}]}])
 def test_an_info_file_of_another_kind(tmp_path: Path, invoke: Invoke, document: object) -> None:
     """Asked for by name it is unreadable input; met in a folder it is a finding beside the good ones."""

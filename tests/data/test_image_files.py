@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from bevctl.config.schema import CameraConfig, Config, DataConfig, ImageAugmentConfig, ModelConfig
-from bevctl.data.files import ImageFile, read_image_file
+from bevctl.data import files
+from bevctl.data.files import ImageFile, image_is_whole, points_are_whole, read_image_file, read_points
 from bevctl.data.transforms import ImageChange, build_transforms, change_image
 from bevctl.errors import BevctlError
 from tests.data.samples import random_sample
@@ -136,6 +137,46 @@ def test_a_truncated_file_is_found_when_it_is_decoded(tmp_path: Path) -> None:
     for draft in (False, True):
         with pytest.raises(BevctlError, match=r"cut\.jpg cannot be read"):
             change_image(source, ImageChange(0.05), (32, 64), draft)
+
+
+def test_whole_images_are_told_from_cut_ones_without_decoding_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = _file(_picture()).data
+    decoded: list[Path] = []
+    read = files.read_image
+
+    def watched(path: Path) -> np.ndarray:
+        decoded.append(path)
+        return read(path)
+
+    monkeypatch.setattr(files, "read_image", watched)
+    cases = {
+        "whole.jpg": (whole, True),
+        "cut.jpg": (whole[:3000], False),
+        "followed.jpg": (whole + b"\0\0 by something else", True),
+        "empty.jpg": (b"", False),
+        "text.jpg": (b"not found", False),
+        "whole.png": (_file(_picture(), "PNG").data, True),
+        "cut.png": (_file(_picture(), "PNG").data[:3000], False),
+    }
+    for name, (data, expected) in cases.items():
+        (tmp_path / name).write_bytes(data)
+        assert image_is_whole(tmp_path / name) is expected, name
+    assert tmp_path / "whole.jpg" not in decoded
+    assert not image_is_whole(tmp_path / "nowhere.jpg")
+
+
+@pytest.mark.parametrize(("size", "whole"), [(0, False), (20, True), (21, False), (4000, True), (3999, False)])
+def test_point_files_are_judged_by_their_length_as_in_reading(tmp_path: Path, size: int, whole: bool) -> None:
+    path = tmp_path / "cloud.bin"
+    path.write_bytes(bytes(size))
+    assert points_are_whole(path) is whole
+    if whole:
+        assert len(read_points(path)) == size // 20
+    else:
+        with pytest.raises(BevctlError, match=f"{size} bytes are not a whole number of points"):
+            read_points(path)
 
 
 def test_real_images_differ_by_less_than_one_level(shared: Path) -> None:
