@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 def _unreadable(path: Path, reason: str) -> BevctlError:
     return BevctlError(
         f"{path} cannot be read: {reason}.",
-        "Copy the file again, or remove its sample from the info file; `bevctl data check` counts what is missing or cut short.",
+        "Copy the file again, or remove its sample from the info file; `bevctl data check` counts such files.",
         ExitCode.RUN_FAILED,
     )
 
