@@ -44,10 +44,7 @@ class LoadReport:
     def sentences(self) -> list[str]:
         """What to tell the user: the counts, in all and by part, then what did not fit."""
         reshaped = f", {len(self.reshaped)} of them reshaped" if self.reshaped else ""
-        parts = ", ".join(
-            f"{part} {fates['loaded']} of {fates['loaded'] + fates['missing'] + fates['mismatched']}"
-            for part, fates in self.by_part().items()
-        )
+        parts = ", ".join(f"{part} {fates['loaded']} of {_wanted(fates)}" for part, fates in self.by_part().items())
         lines = [f"Loaded {len(self.loaded)} entries ({self.layout} layout){reshaped}: {parts}"]
         for kind in ("missing", "unexpected", "mismatched"):
             names: list[str] = getattr(self, kind)
@@ -63,8 +60,11 @@ class LoadReport:
                 counts[part_of(name)][fate] += 1
         return {part: fates for part, fates in counts.items() if any(fates.values())}
 
-    def require(self, share_of_file: float = 0.0, share_of_model: float = 0.0) -> None:
-        """Raises BevctlError unless these shares were loaded at least."""
+    def require(self, share_of_file: float = 0.0, share_of_model: float = 0.0, every_part: bool = False) -> None:
+        """Raises BevctlError unless these shares were loaded at least, and something of `every_part` of the model.
+
+        A head is a few per cent of the entries: shares alone would let another task's weights pass.
+        """
         for found, wanted, whose in (
             (self.share_of_file, share_of_file, "the file's entries fit this model"),
             (self.share_of_model, share_of_model, "this model's entries are in the file"),
@@ -75,6 +75,18 @@ class LoadReport:
                     f"{'. '.join(self.sentences()[1:4])}. Choose the matching CONFIG, "
                     f"or take what fits with --min-loaded {_rounded_down(found)}.",
                 )
+        empty = [part for part, fates in self.by_part().items() if not fates["loaded"] and _wanted(fates)]
+        if every_part and empty:
+            raise BevctlError(
+                f"{self.source} has nothing of {', '.join(empty)}, which this model has.",
+                f"Choose the matching CONFIG. To start a new run from its weights: --load-from {self.source}; "
+                f"to go on with random values there: --min-loaded {_rounded_down(self.share_of_model)}.",
+            )
+
+
+def _wanted(fates: dict[str, int]) -> int:
+    """Entries of a part of the model."""
+    return fates["loaded"] + fates["missing"] + fates["mismatched"]
 
 
 def by_prefix(names: Iterable[str]) -> str:

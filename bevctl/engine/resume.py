@@ -105,7 +105,9 @@ def snapshot(
     }
 
 
-def restore(state: TrainState, checkpoint: Checkpoint, world: World, min_loaded: float = 0.0) -> Resumed:
+def restore(
+    state: TrainState, checkpoint: Checkpoint, world: World, min_loaded: float = 0.0, every_part: bool = False
+) -> Resumed:
     """Puts a checkpoint into the objects of a run.
 
     In the same setting everything is restored. In another one, or from another project's file, the epoch is kept, the
@@ -113,10 +115,11 @@ def restore(state: TrainState, checkpoint: Checkpoint, world: World, min_loaded:
     start anew from the seed.
 
     Raises:
-        BevctlError: no weight fits the model, or a smaller share of its entries than `min_loaded`.
+        BevctlError: no weight fits the model, a smaller share of its entries than `min_loaded`, or, where `every_part`
+            must be there, none of one of its parts.
     """
     report = load_state(state.model, checkpoint)
-    report.require(share_of_model=min_loaded)
+    report.require(share_of_model=min_loaded, every_part=every_part)
     changes = [*_changes(state.setting, checkpoint), *_new_entries(report)]
     resumed = Resumed(source=checkpoint.path, exact=not changes)
     resumed.notes = [f"Resuming from {checkpoint.path} (written by {_writer(checkpoint)})", *report.sentences()]

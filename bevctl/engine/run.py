@@ -107,7 +107,8 @@ def _start_state(parts: Parts, checkpoint: Checkpoint | None, min_loaded: float 
     """Continues `checkpoint`; or starts afresh, from the image backbone's weights and then those of model.load_from."""
     if checkpoint is not None:
         check_class_order(checkpoint, parts.config)
-        return restore(parts.state, checkpoint, parts.world, MIN_RESUMED if min_loaded is None else min_loaded)
+        least, every_part = (MIN_RESUMED, True) if min_loaded is None else (min_loaded, False)
+        return restore(parts.state, checkpoint, parts.world, least, every_part)
     camera = parts.config.model.camera
     sources = [Path(camera.pretrained)] if camera is not None and camera.pretrained else []
     sources += [find_checkpoint(name, work_dir_of(parts.config)) for name in parts.config.model.load_from]

@@ -61,6 +61,20 @@ def test_too_little_is_refused_with_the_number_that_would_do() -> None:
     found.require(share_of_model=float(e.value.hint.rpartition("--min-loaded ")[2].rstrip(".")))
 
 
+def test_a_part_of_which_the_file_has_nothing_is_refused_where_every_part_is_asked_for() -> None:
+    entries = [f"decoder.neck.{i}" for i in range(30)]
+    found = report(loaded=entries, missing=["heads.map.a", "decoder.neck.b"])
+    found.require(share_of_model=0.9)
+    with pytest.raises(BevctlError, match=r"x\.pth has nothing of heads\.map, which this model has") as e:
+        found.require(share_of_model=0.9, every_part=True)
+    assert "--load-from x.pth" in e.value.hint
+    assert "--min-loaded 0.93" in e.value.hint
+    report(loaded=entries, missing=["decoder.neck.b"]).require(share_of_model=0.9, every_part=True)
+    reshaped = report(loaded=entries, mismatched=["heads.object.a"])
+    with pytest.raises(BevctlError, match=r"nothing of heads\.object"):
+        reshaped.require(every_part=True)
+
+
 def test_long_lists_say_how_much_they_leave_out() -> None:
     assert by_prefix([f"p{i}.0.weight" for i in range(11)]).endswith("and 3 more")
 
