@@ -138,16 +138,21 @@ def _sweep2key(entry: Mapping[str, Any], lidar2global: Array) -> Array:
 
 
 def _annotated(sample: SampleInfo, instances: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> SampleInfo:
-    unknown = (np.nan, np.nan)
     return dataclasses.replace(
         sample,
-        boxes=box_rows([i["bbox_3d"] for i in instances], [i.get("velocity") or unknown for i in instances]),
+        boxes=box_rows([i["bbox_3d"] for i in instances], [_velocity(i) for i in instances]),
         names=tuple(_name(i, names) for i in instances),
         num_lidar_pts=np.array([i.get("num_lidar_pts", -1) for i in instances], dtype=np.int64),
         num_radar_pts=np.array([i.get("num_radar_pts", 0) for i in instances], dtype=np.int64),
         valid=np.array([bool(i.get("bbox_3d_isvalid", True)) for i in instances], dtype=bool),
         attributes=_attributes(instances),
     )
+
+
+def _velocity(instance: Mapping[str, Any]) -> Any:
+    """(vx, vy), a list or an array; NaN where the instance has none."""
+    velocity = instance.get("velocity")
+    return (np.nan, np.nan) if velocity is None or len(velocity) == 0 else velocity
 
 
 def _name(instance: Mapping[str, Any], names: Mapping[int, str]) -> str:

@@ -162,6 +162,16 @@ def test_a_box_that_cannot_be_is_left_out_and_said(
     assert info.notes[-1].startswith("1 annotated box is left out")
 
 
+@pytest.mark.parametrize("velocity", [None, [], np.array([3.0, -1.0]), (3.0, -1.0)])
+def test_velocity_in_any_form(tmp_path: Path, velocity: Any) -> None:
+    document = made.data_list()
+    document["data_list"][0]["instances"][0]["velocity"] = velocity
+    boxes = read_info(made.write(tmp_path / "a.pkl", document)).samples[0].boxes
+    assert boxes is not None
+    known = velocity is not None and len(velocity)
+    np.testing.assert_array_equal(boxes[0, 7:], [3.0, -1.0] if known else [np.nan, np.nan])
+
+
 def test_a_speed_that_is_not_finite_is_unknown(tmp_path: Path) -> None:
     document = made.infos(gt_velocity=np.array([[np.inf, 1.0], [np.nan, np.nan], [0.5, 1.0]]))
     info = read_info(made.write(tmp_path / "a.pkl", document))
