@@ -170,16 +170,18 @@ class Console:
     def document(self, command: str, body: Mapping[str, Any], status: str = "ok", *, one_line: bool = False) -> None:
         """Print the command's JSON document on stdout; nothing outside JSON mode.
 
-        `schema`, `version`, `command` and `status` come first; `body` may override `status`. A number that is not
-        finite becomes null with a sibling `<field>_nonfinite` of "nan", "inf" or "-inf" (for a list: a list of those).
-        With `one_line`, for a command that prints several, each takes one line.
+        `schema`, `version`, `command` and `status` come first; of these `body` may override `status` alone. A number
+        that is not finite becomes null with a sibling `<field>_nonfinite` of "nan", "inf" or "-inf" (for a list: a list
+        of those). With `one_line`, for a command that prints several, each takes one line.
         Raises TypeError for a value without a JSON form.
         """
         if not self.json:
             return
-        head = {"schema": f"bevctl.{command}/1", "version": bevctl.__version__, "command": command, "status": status}
+        about = {"schema": f"bevctl.{command}/1", "version": bevctl.__version__, "command": command}
+        assert not about.keys() & body.keys(), f"{sorted(about.keys() & body.keys())} of a document are the console's"
         indent = None if one_line else 2
-        print(json.dumps(strict_json({**head, **body}), indent=indent, allow_nan=False), file=self.stdout, flush=True)
+        document = strict_json({**about, "status": status, **body})
+        print(json.dumps(document, indent=indent, allow_nan=False), file=self.stdout, flush=True)
         self.documents += 1
 
     @property

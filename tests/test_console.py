@@ -77,6 +77,12 @@ def test_json_mode_prints_the_document_and_nothing_else() -> None:
     assert document["parameters"] == {"trainable": 3}
 
 
+@pytest.mark.parametrize("key", ["schema", "version", "command"])
+def test_a_body_cannot_say_what_the_document_is(key: str) -> None:
+    with pytest.raises(AssertionError, match=key):
+        plain_console(json=True).document("memory", {key: "other"})
+
+
 def test_text_mode_prints_no_document() -> None:
     console = plain_console()
     console.document("memory", {})

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bevctl.cli.options import (
-    ConfigCommand,
     ConfigRequest,
     config_option,
     config_options,
     engine_option,
+    grad_checkpoint_option,
     json_option,
 )
+from bevctl.cli.overrides import ConfigCommand
 from bevctl.console import Console
 from bevctl.errors import BevctlError, ExitCode
 
@@ -54,7 +55,7 @@ class Percentage(click.ParamType):
     help="Measure only this; repeatable. tf32: FP32 with TF32 on. Default: all that the device is made for.",
 )
 @config_option("--compile", key="train.compile", is_flag=True, help="torch.compile for the parts of fixed shape.")
-@click.option("--grad-checkpoint", is_flag=True, help="Recompute activations instead of keeping them: less memory.")
+@grad_checkpoint_option
 @click.option("--png", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw the result.")
 @click.option(
     "--compare",
@@ -64,7 +65,12 @@ class Percentage(click.ParamType):
     help="Measure nothing: compare two earlier --json documents, B against A.",
 )
 @click.option(
-    "--max-regression", type=Percentage(), default="5%", show_default=True, help="With --compare: exit 1 beyond it."
+    "--max-regression",
+    type=Percentage(),
+    default="5%",
+    show_default=True,
+    metavar="PERCENT",
+    help="With --compare: exit 1 beyond it.",
 )
 @json_option
 @click.pass_obj
@@ -73,7 +79,6 @@ def command(
     request: ConfigRequest,
     steps: int | None,
     precisions: tuple[str, ...],
-    grad_checkpoint: bool,
     png: Path | None,
     compare: tuple[Path, Path] | None,
     max_regression: float,
@@ -85,9 +90,7 @@ def command(
     """
     if compare is not None:
         return _compare(console, *compare, max_regression)
-    from bevctl.config.rules import PARTS
-
-    config = request.load({"model.checkpointing": list(PARTS)} if grad_checkpoint else None).config
+    config = request.load().config
 
     from bevctl.engine.dist import select_device
     from bevctl.measure.bench import bench, default_precisions

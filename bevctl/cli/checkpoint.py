@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bevctl.cli.options import json_option
+from bevctl.cli.options import CommandGroup, json_option
 from bevctl.console import Console, table
 from bevctl.errors import BevctlError, ExitCode
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from bevctl.engine.checkpoint_report import CheckpointReport
 
 
-@click.group("checkpoint")
+@click.group("checkpoint", cls=CommandGroup)
 def command() -> None:
     """Show, verify or convert a checkpoint of bevctl, mit-bevfusion, mmcv, mmengine, mmdet3d or PETR.
 

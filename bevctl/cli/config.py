@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bevctl.cli.options import ConfigCommand, ConfigRequest, config_options, json_option
+from bevctl.cli.options import CommandGroup, ConfigRequest, config_options, json_option
+from bevctl.cli.overrides import ConfigCommand
 from bevctl.console import Console
 
 if TYPE_CHECKING:
     from bevctl.config.foreign import ForeignConfig
 
 
-@click.group("config")
+@click.group("config", cls=CommandGroup)
 def command() -> None:
     """Show the resolved config and where its values come from."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bevctl.cli.data_sample import bench, show
-from bevctl.cli.options import json_option
+from bevctl.cli.options import CommandGroup, json_option
 from bevctl.console import Console, Progress
 from bevctl.errors import BevctlError, ExitCode
 
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
 SYNTH_PREFIX = "synth"
 
 
-@click.group("data")
+@click.group("data", cls=CommandGroup)
 def command() -> None:
     """Make, prepare, check, show and measure data sets in nuScenes format."""
 
 
-command.add_command(show)
-command.add_command(bench)
-
-
 @command.command("synth")
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--seed", type=int, help="Seed of everything random; default: 0.")
-@click.option("--version", help="Name of the tables: v1.0-mini (default) or v1.0-trainval, which allows more scenes.")
-@click.option("--train-scenes", type=int, help="Scenes to train on; default: 8.")
-@click.option("--val-scenes", type=int, help="Held-out scenes, on another map; default: 2.")
-@click.option("--keyframes", type=int, help="Annotated samples a scene, half a second apart; default: 8.")
+@click.option("--seed", type=int, metavar="N", help="Seed of everything random; default: 0.")
+@click.option(
+    "--version", metavar="V", help="Name of the tables: v1.0-mini (default) or v1.0-trainval, which allows more scenes."
+)
+@click.option("--train-scenes", type=int, metavar="N", help="Scenes to train on; default: 8.")
+@click.option("--val-scenes", type=int, metavar="N", help="Held-out scenes, on another map; default: 2.")
+@click.option("--keyframes", type=int, metavar="N", help="Annotated samples a scene, half a second apart; default: 8.")
 @click.option(
     "--camera-sweeps", is_flag=True, help="Also take images between the keyframes, at 10 Hz: five times as long."
 )
-@click.option("--image-scale", type=float, help="Image size over 1600x900; default: 0.5.")
-@click.option("--lidar-beams", type=int, help="Beams of the LiDAR; fewer see less of what is far away; default: 32.")
-@click.option("--processes", type=int, help="Worker processes; default: one a core.")
+@click.option("--image-scale", type=float, metavar="SCALE", help="Image size over 1600x900; default: 0.5.")
+@click.option(
+    "--lidar-beams", type=int, metavar="N", help="Beams of the LiDAR; fewer see less of what is far away; default: 32."
+)
+@click.option("--processes", type=int, metavar="N", help="Worker processes; default: one a core.")
 @json_option
 @click.pass_obj
 def synth(console: Console, directory: Path, **options: Any) -> None:
@@ -66,7 +66,7 @@ def synth(console: Console, directory: Path, **options: Any) -> None:
     console.result(_describe_written(written))
     body = {
         "root": directory,
-        "version": summary.version,
+        "tables": summary.version,
         "samples": summary.samples,
         "annotations": summary.annotations,
         "images": summary.images,
@@ -79,13 +79,20 @@ def synth(console: Console, directory: Path, **options: Any) -> None:
 
 @command.command("prepare")
 @click.option(
-    "--root", required=True, type=click.Path(path_type=Path), help="Folder that holds samples/, sweeps/ and the tables."
+    "--root",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder that holds samples/, sweeps/ and the tables.",
 )
-@click.option("--version", help="Tables to read: v1.0-mini, v1.0-trainval or v1.0-test.")
-@click.option("--prefix", default="nuscenes", show_default=True, help="Start of the names of what is written.")
+@click.option("--version", metavar="V", help="Tables to read: v1.0-mini, v1.0-trainval or v1.0-test.")
+@click.option(
+    "--prefix", default="nuscenes", show_default=True, metavar="NAME", help="Start of the names of what is written."
+)
 @click.option(
     "--max-sweeps",
     type=click.IntRange(min=0),
+    metavar="N",
     default=10,
     show_default=True,
     help="Earlier LiDAR sweeps stored for each sample.",
@@ -93,6 +100,7 @@ def synth(console: Console, directory: Path, **options: Any) -> None:
 @click.option(
     "--camera-sweeps",
     type=click.IntRange(min=0),
+    metavar="N",
     default=30,
     show_default=True,
     help="Earlier images of each camera that a sample can look back on (data.previous).",
@@ -139,7 +147,7 @@ def prepare_command(
         console.result(_describe_written(written))
     if database is not None:
         _tell_database(console, database)
-    body = {"action": "prepare", "root": root, "version": version, "files": _written_body(written)}
+    body = {"action": "prepare", "root": root, "tables": version, "files": _written_body(written)}
     console.document("data", {**body, "gt_database": None if database is None else vars(database)})
 
 
@@ -171,6 +179,7 @@ def _tell_database(console: Console, database: WrittenDatabase) -> None:
 @click.option(
     "--root",
     type=click.Path(path_type=Path),
+    metavar="DIR",
     help="Data set folder; without INFO_FILE all info files in it are checked. Default: the folder of INFO_FILE.",
 )
 @json_option
@@ -200,6 +209,10 @@ def check(console: Console, info_file: Path | None, root: Path | None) -> ExitCo
     sound = not broken and all(info.complete for info in checked)
     console.document("data", _checked_body(checked, broken), status="ok" if sound else "fail")
     return ExitCode.OK if sound else ExitCode.FINDINGS
+
+
+command.add_command(show)
+command.add_command(bench)
 
 
 def _tell_checked(console: Console, checked: list[CheckedInfo], broken: list[tuple[Path, BevctlError]]) -> None:

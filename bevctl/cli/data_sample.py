@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bevctl.cli.options import ConfigCommand, ConfigRequest, config_option, config_options, json_option
+from bevctl.cli.options import ConfigRequest, config_option, config_options, json_option
+from bevctl.cli.overrides import ConfigCommand
 from bevctl.console import Console, table
 from bevctl.errors import BevctlError, ExitCode
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from bevctl.cli.newest import newest_run
 from bevctl.cli.options import engine_option, json_option
 from bevctl.console import Console
 from bevctl.diagnose.topics import TOPICS
@@ -15,7 +16,6 @@ from bevctl.errors import BevctlError, did_you_mean
 if TYPE_CHECKING:
     from bevctl.diagnose.report import Diagnosis
 
-RUNS = Path("runs")
 _FILE = click.Path(path_type=Path)
 
 
@@ -55,10 +55,15 @@ class TopicCommand(click.Command):
     metavar="N",
     help="no-speedup: profile N steps of the config, and try remedies.",
 )
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where to compute; auto.")
+@click.option(
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where to compute; default: auto."
+)
 @engine_option("bevctl", "mmdet3d")
 @click.option(
-    "--fail-on", type=click.Choice(["info", "warn", "fail"]), default="warn", help="Least severity that exits 1; warn."
+    "--fail-on",
+    type=click.Choice(["info", "warn", "fail"]),
+    default="warn",
+    help="Least severity that exits 1; default: warn.",
 )
 @json_option
 @click.pass_obj
@@ -92,7 +97,7 @@ def command(
     if profile is not None and topic != "no-speedup":
         raise BevctlError("--profile belongs to `diagnose no-speedup`.", "Leave it out.")
     if run is None and checkpoint is None and not bench and (profile is None or config is None):
-        run = _newest(console)
+        run = newest_run(console)
     request = DiagnoseRequest(
         run=run,
         replay=replay,
@@ -124,16 +129,6 @@ def _check(topic: str, replay: bool, forecast: bool, bench: tuple[Path, ...], wr
         raise BevctlError("--replay contradicts --forecast, which is for a healthy run.", "Give one of them.")
     if write_fix is not None and write_fix.is_dir():
         raise BevctlError(f"--write-fix {write_fix} is a folder.", "Name a file, for example fix.yaml.")
-
-
-def _newest(console: Console) -> Path:
-    from bevctl.runs.source import newest_run
-
-    found = newest_run(RUNS)
-    if found is None:
-        raise BevctlError(f"No run is below {RUNS}/ here.", "Name a run's folder or a log.")
-    console.info(f"No run given: taking the newest, {found}")
-    return found
 
 
 def _write_fix(console: Console, path: Path, answer: Diagnosis, run: Path | None) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bevctl.cli.options import ConfigRequest, config_option, config_options, engine_option, json_option
+from bevctl.cli.options import ConfigRequest, config_option, config_options, engine_option, json_option, precision_flags
 from bevctl.cli.ranks import RankedCommand, run_ranks
 from bevctl.console import Console, table
 from bevctl.errors import BevctlError, ExitCode
@@ -28,9 +28,7 @@ ERRORS = ("ATE", "ASE", "AOE", "AVE", "AAE")
 @config_options
 @engine_option("bevctl", "mmdet3d")
 @click.option("--checkpoint", required=True, metavar="CKPT", help="Weights: a path, or a name in the work_dir.")
-@config_option("--fp16", key="precision.dtype", flag_value="fp16", help="Mixed precision in FP16.")
-@config_option("--bf16", key="precision.dtype", flag_value="bf16", help="Mixed precision in BF16.")
-@config_option("--fp32", key="precision.dtype", flag_value="fp32", help="Single precision.")
+@precision_flags
 @config_option("--batch", key="train.batch", type=int, metavar="N", help="Samples per GPU and step.")
 @config_option("--workers", key="train.workers", type=int, metavar="N", help="Loading processes per GPU.")
 @click.option("--gpus", type=click.IntRange(1), default=1, metavar="N", help="GPUs of this machine to use; default: 1.")
@@ -72,10 +70,7 @@ def command(
     Without CONFIG the checkpoint's own is used. Ground truth comes from the nuScenes tables below data.root, or from
     the info file alone where there are none.
     """
-    from bevctl.engine.launch import Cluster
-    from bevctl.engine.workdir import find_checkpoint, resumed_config, work_dir_of
-
-    config: Config = request.load(fallback=lambda: resumed_config(checkpoint, None)).config
+    config: Config = request.load(fallback=lambda: request.resumed(checkpoint)).config
     if submission is not None and config.model.mmdet3d is not None:
         raise BevctlError(
             "--submission has to say which sensors a model reads, and of mmdet3d's models bevctl does not know it.",
@@ -83,6 +78,10 @@ def command(
         )
     if submission is not None and config.model.object is None:
         raise BevctlError("--submission needs a detection head, and model.object is null.", "Choose another CONFIG.")
+
+    from bevctl.engine.launch import Cluster
+    from bevctl.engine.workdir import find_checkpoint, work_dir_of
+
     path = find_checkpoint(checkpoint, work_dir_of(config))
 
     def work(world: World) -> int:

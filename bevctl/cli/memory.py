@@ -9,14 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bevctl.cli.options import (
-    ConfigCommand,
-    ConfigRequest,
-    config_option,
-    config_options,
-    engine_option,
-    json_option,
-)
+from bevctl.cli.options import ConfigRequest, config_option, config_options, engine_option, json_option
+from bevctl.cli.overrides import ConfigCommand
 from bevctl.console import Console, table
 from bevctl.errors import BevctlError, ExitCode
 from bevctl.sizes import format_gib, parse_size
@@ -203,8 +197,9 @@ def _describe(report: MemoryReport) -> str:
     sizes = report.sizes
     where = "made in memory" if sizes.source == "synthetic" else f"from {sizes.source}"
     voxels = f", {sizes.typical.sites[0]:,} voxels" if sizes.typical.sites else ""
+    points = f", typically {sizes.typical.points:,} points{voxels}" if sizes.typical.points else ""
     epoch = "" if sizes.epoch is not None else f"; an epoch of {report.job.samples:,}, as nuScenes has, is assumed"
-    return f"{sizes.samples} {where}, typically {sizes.typical.points:,} points{voxels}{epoch}"
+    return f"{sizes.samples} {where}{points}{epoch}"
 
 
 def _choose(console: Console, report: MemoryReport, chosen: Plan | None, write: Path | None) -> int:

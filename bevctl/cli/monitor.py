@@ -6,11 +6,11 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from bevctl.cli.newest import newest_run
 from bevctl.cli.options import json_option
 from bevctl.console import Console
 from bevctl.errors import BevctlError, ExitCode
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from bevctl.monitor.report import Report
-
-RUNS = Path("runs")
 
 
 @click.command("monitor")
@@ -37,9 +35,14 @@ RUNS = Path("runs")
 @click.option("--expect", "expect", multiple=True, metavar="KEY=LO:HI", help="Range a metric should be in; repeatable.")
 @click.option("--against", metavar="RUN", help="The FP32 run to compare with: lost heads, FP16 without effect.")
 @click.option("--notify", metavar="CMD|URL", help="Tell of each new alarm once: its JSON on stdin, or as a POST.")
-@click.option("--interval", type=click.FloatRange(min=0.1), default=2.0, metavar="S", help="Seconds between looks; 2.")
 @click.option(
-    "--fail-on", type=click.Choice(["info", "warn", "fail"]), default="fail", help="Least severity that exits 1; fail."
+    "--interval", type=click.FloatRange(min=0.1), default=2.0, metavar="S", help="Seconds between looks; default: 2."
+)
+@click.option(
+    "--fail-on",
+    type=click.Choice(["info", "warn", "fail"]),
+    default="fail",
+    help="Least severity that exits 1; default: fail.",
 )
 @json_option
 @click.pass_obj
@@ -74,7 +77,7 @@ def command(
     ranges = expected(dict(_split(text) for text in expect))
     question = Question(since, until, from_end, ranges, read_against(against) if against else None)
     send = _notifier(notify)
-    watches = [Watch(path, question) for path in runs or (_newest(console),)]
+    watches = [Watch(path, question) for path in runs or (newest_run(console),)]
 
     def look() -> list[Report]:
         return [watch.look() for watch in watches]
@@ -115,16 +118,6 @@ def _notifier(target: str | None) -> Callable[[Report], list[str]]:
     from bevctl.monitor.notify import Notifier
 
     return Notifier(target).tell
-
-
-def _newest(console: Console) -> Path:
-    from bevctl.runs.source import newest_run
-
-    found = newest_run(RUNS)
-    if found is None:
-        raise BevctlError(f"No run is below {RUNS}/ here.", "Name a run's folder or a log.")
-    console.info(f"No run given: showing the newest, {found}")
-    return found
 
 
 def _say_notes(console: Console, reports: Sequence[Report]) -> None:

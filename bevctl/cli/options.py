@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,8 +33,6 @@ Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 _GIVEN = "bevctl.cli.options.given"
 _ENGINE = "bevctl.cli.options.engine"
-_DOTTED = re.compile(r"--([A-Za-z_]\w*(?:\.[\w/-]+)+)(?:=(.*))?", re.DOTALL)
-_ASSIGNMENT = re.compile(r"[A-Za-z_][\w./-]*=.*", re.DOTALL)
 _SET = ("--set", "--cfg-options")
 
 
@@ -63,28 +60,39 @@ class ConfigRequest:
         """The request without what options and environment say of some keys."""
         return replace(self, given={key: value for key, value in self.given.items() if key not in keys})
 
-    def load(
-        self,
-        options: Mapping[str, object] | None = None,
-        fallback: Callable[[], str | Path | Mapping[str, Any] | None] | None = None,
-    ) -> Loaded:
+    def load(self, fallback: Callable[[], str | Path | Mapping[str, Any] | None] | None = None) -> Loaded:
         """Resolve the config and say its notes on stderr.
 
-        `options` are further values by config key that rank as options; None stands for "not given".
         `fallback`: see `bevctl.config.load.load`. Raises BevctlError, also for an engine that CONFIG is not for.
         """
         from bevctl.config.load import Given, load
 
         environment = {k: Given(v.value, v.name) for k, v in self.given.items() if v.from_environment}
-        chosen: dict[str, object] = {k: Given(v.value, v.name) for k, v in self.given.items() if not v.from_environment}
-        chosen |= {key: value for key, value in (options or {}).items() if value is not None}
+        options = {k: Given(v.value, v.name) for k, v in self.given.items() if not v.from_environment}
         loaded = load(
-            self.source, sets=self.sets, options=chosen, environment=environment, fallback=fallback, read=self._reader()
+            self.source,
+            sets=self.sets,
+            options=options,
+            environment=environment,
+            fallback=fallback,
+            read=self._reader(),
         )
         self._check_engine(loaded)
         for note in loaded.notes if _is_first_process() else ():
             self.console.info(note)
         return loaded
+
+    def resumed(self, checkpoint: str | None) -> Path | Mapping[str, Any] | None:
+        """The config of the run that a checkpoint continues, for `load` to fall back on; None without a checkpoint.
+
+        Raises BevctlError where the checkpoint is missing or broken.
+        """
+        if checkpoint is None:
+            return None
+        from bevctl.engine.workdir import resumed_config
+
+        work_dir = self.given.get("work_dir")
+        return resumed_config(checkpoint, str(work_dir.value) if work_dir else None)
 
     def _reader(self) -> Read:
         from bevctl.config.load import read_yaml
@@ -127,7 +135,7 @@ def _is_first_process() -> bool:
 def config_options(function: Handler) -> Handler:
     """Add CONFIG, --set, --cfg-options and --device; the handler gets `request: ConfigRequest`.
 
-    Trailing `--a.b.c value` overrides need the command's class to be `ConfigCommand`.
+    Trailing `--a.b.c value` overrides need the command's class to be `bevctl.cli.overrides.ConfigCommand`.
     """
 
     @click.argument("config", required=False, metavar="[CONFIG]")
@@ -152,11 +160,21 @@ def config_options(function: Handler) -> Handler:
     return handler  # type: ignore[return-value]
 
 
-def config_option(*names: str, key: str, **attributes: Any) -> Callable[[Handler], Handler]:
+def config_option(
+    *names: str,
+    key: str,
+    meaning: Callable[[Any], object] | None = None,
+    along: Mapping[str, object] | None = None,
+    **attributes: Any,
+) -> Callable[[Handler], Handler]:
     """A click option whose value goes to config key `key`; the handler does not see it.
 
     Given on the command line it ranks above --set, from its environment variable below. Two different options for one
     key on the same command line are an error.
+
+    Args:
+        meaning: the key's value of the option's; None: it is the same.
+        along: values of other keys that come with the option.
     """
 
     def remember(context: click.Context, parameter: click.Parameter, value: object) -> None:
@@ -165,14 +183,44 @@ def config_option(*names: str, key: str, **attributes: Any) -> Callable[[Handler
             return
         from_environment = source is ParameterSource.ENVIRONMENT
         name = _variable(context, parameter) if from_environment else max(parameter.opts, key=len)
-        values: dict[str, _Value] = context.meta.setdefault(_GIVEN, {})
-        other = values.get(key)
-        if other and other.from_environment == from_environment and other.value != value:
-            raise click.UsageError(f"{other.name} and {name} contradict each other.", context)
-        if other is None or not from_environment:
-            values[key] = _Value(value, name, from_environment)
+        given: dict[str, _Value] = context.meta.setdefault(_GIVEN, {})
+        for each, its in {key: meaning(value) if meaning else value, **(along or {})}.items():
+            other = given.get(each)
+            if other and other.from_environment == from_environment and other.value != its:
+                raise click.UsageError(f"{other.name} and {name} contradict each other.", context)
+            if other is None or not from_environment:
+                given[each] = _Value(its, name, from_environment)
 
     return click.option(*names, callback=remember, expose_value=False, **attributes)
+
+
+def precision_flags(function: Handler) -> Handler:
+    """Add --fp16, --bf16 and --fp32."""
+    helps = {
+        "fp16": "Mixed precision in FP16 with a loss scale.",
+        "bf16": "Mixed precision in BF16.",
+        "fp32": "Single precision.",
+    }
+    for name, text in reversed(helps.items()):
+        function = config_option(f"--{name}", key="precision.dtype", flag_value=name, help=text)(function)
+    return function
+
+
+def grad_checkpoint_option(function: Handler) -> Handler:
+    """Add --grad-checkpoint, which recomputes every part that can be."""
+
+    def parts(wanted: bool) -> list[str]:
+        from bevctl.config.rules import PARTS
+
+        return list(PARTS) if wanted else []
+
+    return config_option(
+        "--grad-checkpoint",
+        key="model.checkpointing",
+        meaning=parts,
+        is_flag=True,
+        help="Recompute activations instead of keeping them: less memory.",
+    )(function)
 
 
 def engine_option(*engines: str) -> Callable[[Handler], Handler]:
@@ -201,40 +249,15 @@ def _variable(context: click.Context, parameter: click.Parameter) -> str:
     return f"{context.auto_envvar_prefix}_{parameter.name}".upper()
 
 
-class ConfigCommand(click.Command):
-    """A command that takes torchpack's `--a.b.c value` and mmcv's `--cfg-options a=1 b=2` as forms of --set.
+class CommandGroup(click.Group):
+    """Commands in the order in which they were added, each with the whole first sentence of its help."""
 
-    Only a name with a dot is an override; another unknown option stays an error.
-    """
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return list(self.commands)
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, spell_out_overrides(args))
-
-
-def spell_out_overrides(arguments: list[str]) -> list[str]:
-    """The arguments with each override as `--set key=value`, in their order.
-
-    Raises BevctlError for `--a.b.c` without a value.
-    """
-    spelled: list[str] = []
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
-        dotted = _DOTTED.fullmatch(word)
-        if word == "--":
-            return [*spelled, word, *rest]
-        if dotted:
-            if dotted[2] is None and not rest:
-                raise BevctlError(f"{word} has no value.", f"Write {word} VALUE or {word}=VALUE.")
-            spelled += ["--set", f"{dotted[1]}={rest.pop(0) if dotted[2] is None else dotted[2]}"]
-        elif word.partition("=")[0] == "--cfg-options":
-            values = [word.partition("=")[2]] if "=" in word else []
-            while rest and _ASSIGNMENT.fullmatch(rest[0]):
-                values.append(rest.pop(0))
-            spelled += [part for value in values for part in ("--set", value)] or [word]
-        else:
-            spelled.append(word)
-    return spelled
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, each.get_short_help_str(limit=1000)) for name, each in self.commands.items()])
 
 
 def json_option(function: Handler) -> Handler:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bevctl.cli.options import ConfigCommand, ConfigRequest, config_option, config_options, json_option
+from bevctl.cli.options import ConfigRequest, config_option, config_options, json_option, precision_flags
+from bevctl.cli.overrides import ConfigCommand
 from bevctl.console import Console
 from bevctl.errors import BevctlError, ExitCode
 
@@ -42,9 +43,7 @@ class Names(click.ParamType):
 
 @click.command("preflight", cls=ConfigCommand)
 @config_options
-@config_option("--fp16", key="precision.dtype", flag_value="fp16", help="Check for mixed precision in FP16.")
-@config_option("--bf16", key="precision.dtype", flag_value="bf16", help="Check for mixed precision in BF16.")
-@config_option("--fp32", key="precision.dtype", flag_value="fp32", help="Check for single precision.")
+@precision_flags
 @config_option("--batch", key="train.batch", type=int, metavar="N", help="Samples per GPU and step.")
 @config_option("--workers", key="train.workers", type=int, metavar="N", help="Loading processes per GPU.")
 @config_option("--work-dir", key="work_dir", metavar="DIR", help="Folder of the run; default: runs/<config name>.")
@@ -137,15 +136,10 @@ def _flat(words: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
     return tuple(word for some in words for word in some)
 
 
-def _resumed(request: ConfigRequest, resume: str | None) -> Path | dict[str, Any] | None:
+def _resumed(request: ConfigRequest, resume: str | None) -> Path | Mapping[str, Any] | None:
     """The config of the run that --resume continues; none where its file is broken, which is a finding of its own."""
-    if resume is None:
-        return None
-    from bevctl.engine.workdir import resumed_config
-
-    work_dir = request.given.get("work_dir")
     try:
-        return resumed_config(resume, str(work_dir.value) if work_dir else None)
+        return request.resumed(resume)
     except BevctlError:
         return None
 

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     show_default=True,
     help="What is trained: config tiny, or petrv2_tiny.",
 )
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where to compute.")
+@click.option(
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where to compute; default: auto."
+)
 @json_option
 @click.pass_obj
 def command(console: Console, folder: str, model: str, device: str) -> None:

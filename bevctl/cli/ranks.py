@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bevctl.cli.options import ConfigCommand
+from bevctl.cli.overrides import ConfigCommand
 from bevctl.console import Console
 from bevctl.errors import BevctlError, ExitCode
 

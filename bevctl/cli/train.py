@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bevctl.cli.options import ConfigRequest, config_option, config_options, engine_option, json_option
+from bevctl.cli.options import (
+    ConfigRequest,
+    config_option,
+    config_options,
+    engine_option,
+    grad_checkpoint_option,
+    json_option,
+    precision_flags,
+)
 from bevctl.cli.ranks import RankedCommand, run_ranks, same_command
 from bevctl.cli.train_external import Asked, external_options, refuse_external_options, train_external
 from bevctl.console import Console
@@ -65,9 +73,7 @@ AUTO = "auto"
 @config_options
 @engine_option("bevctl", "mmdet3d", "external")
 @external_options
-@config_option("--fp16", key="precision.dtype", flag_value="fp16", help="Mixed precision in FP16 with a loss scale.")
-@config_option("--bf16", key="precision.dtype", flag_value="bf16", help="Mixed precision in BF16.")
-@config_option("--fp32", key="precision.dtype", flag_value="fp32", help="Single precision.")
+@precision_flags
 @config_option(
     "--precision",
     key="precision.dtype",
@@ -78,14 +84,29 @@ AUTO = "auto"
 @config_option("--batch", key="train.batch", type=CountOrAuto(), help="Samples per GPU and step; auto: as fit.")
 @config_option("--accumulate", key="train.accumulate", type=int, metavar="N", help="Batches per optimizer step.")
 @config_option("--workers", key="train.workers", type=CountOrAuto(), help="Loading processes per GPU; auto: as needed.")
-@click.option("--lr", type=float, help="Peak learning rate; switches the config's scaling rule off.")
-@click.option(
+@config_option(
+    "--lr",
+    key="optim.lr",
+    along={"optim.lr_scaling": "none"},
+    type=float,
+    metavar="LR",
+    help="Peak learning rate; switches the config's scaling rule off.",
+)
+@config_option(
     "--lr-scaling",
+    key="optim.lr_scaling",
     type=click.Choice(["none", "linear", "sqrt"]),
     help="Rule from optim.base_lr to the global batch; default: none.",
 )
 @config_option("--warmup", key="optim.warmup", type=int, metavar="N", help="Iterations of linear warm-up.")
-@click.option("--epochs", type=int, metavar="N", help="Epochs to train.")
+@config_option(
+    "--epochs",
+    key="train.epochs",
+    along={"train.schedule_iters": None},
+    type=int,
+    metavar="N",
+    help="Epochs to train.",
+)
 @click.option("--max-iters", type=click.IntRange(0), metavar="N", help="Stop at iteration N; the schedule stays.")
 @config_option(
     "--on-nonfinite",
@@ -94,7 +115,7 @@ AUTO = "auto"
     help="What follows a step with NaN or infinity that loss scaling does not explain; it is skipped in any case.",
 )
 @config_option("--grad-clip", key="optim.clip", type=float, metavar="NORM", help="Largest gradient norm.")
-@click.option("--grad-checkpoint", is_flag=True, help="Recompute activations instead of keeping them: less memory.")
+@grad_checkpoint_option
 @click.option("--resume", metavar="CKPT|auto", help="Continue from a checkpoint; auto: the newest, if there is one.")
 @config_option(
     "--load-from",
@@ -126,11 +147,7 @@ AUTO = "auto"
 def command(
     console: Console,
     request: ConfigRequest,
-    lr: float | None,
-    lr_scaling: str | None,
-    epochs: int | None,
     max_iters: int | None,
-    grad_checkpoint: bool,
     resume: str | None,
     min_loaded: float | None,
     gpus: int | None,
@@ -151,33 +168,26 @@ def command(
     if request.engine == "external":
         refused = {
             "--max-iters": max_iters is not None,
-            "--grad-checkpoint": grad_checkpoint,
             "--min-loaded": min_loaded is not None,
             "--nnodes": nnodes > 1,
             "--rdzv-endpoint": rdzv_endpoint is not None,
         }
-        asked = Asked(lr, lr_scaling, epochs, resume, gpus, no_preflight, dry_run, refused)
+        asked = Asked(resume, gpus, no_preflight, dry_run, refused)
         return train_external(console, request, asked, functools.partial(_detach, console) if detach else None)
     refuse_external_options()
-    from bevctl.config.load import Given
+    if resume is not None and "model.load_from" in request.given:
+        raise BevctlError("--resume and --load-from contradict each other.", "Resuming takes the weights as well.")
+    found = [
+        key for key, given in request.given.items() if given.value == AUTO and key in ("train.batch", "train.workers")
+    ]
+    config = request.without(*found).load(lambda: request.resumed(resume)).config
+
     from bevctl.engine.launch import Cluster
     from bevctl.engine.run import RunOptions
-    from bevctl.engine.workdir import find_checkpoint, resumed_config, work_dir_of
-    from bevctl.models.build import CHECKPOINTED_PARTS
+    from bevctl.engine.workdir import find_checkpoint, work_dir_of
     from bevctl.preflight.start import check_start, is_first_process
     from bevctl.runs.work_dir import check_unused
 
-    if resume is not None and "model.load_from" in request.given:
-        raise BevctlError("--resume and --load-from contradict each other.", "Resuming takes the weights as well.")
-    options = _learning_rate(lr, lr_scaling)
-    if epochs is not None:
-        options |= {"train.epochs": epochs, "train.schedule_iters": Given(None, "--epochs")}
-    if grad_checkpoint:
-        options["model.checkpointing"] = list(CHECKPOINTED_PARTS)
-    work_dir = str(request.given["work_dir"].value) if "work_dir" in request.given else None
-    given = {key: value.value for key, value in request.given.items()}
-    found = [key for key in ("train.batch", "train.workers") if given.get(key) == AUTO]
-    config = request.without(*found).load(options, lambda: resumed_config(resume, work_dir)).config
     for name in config.model.load_from if resume is None else ():
         find_checkpoint(name, work_dir_of(config))
     run = RunOptions(resume, min_loaded, max_iters)
@@ -192,17 +202,6 @@ def command(
         check_unused(work_dir_of(config), resume)
         return _detach(console, work_dir_of(config))
     return run_ranks(console, cluster, config.device, lambda world: _train(config, run, found, world, console))
-
-
-def _learning_rate(lr: float | None, rule: str | None) -> dict[str, Any]:
-    if lr is not None and rule not in (None, "none"):
-        raise BevctlError(
-            f"--lr {lr:g} and --lr-scaling {rule} contradict each other: the rule computes the learning rate.",
-            "Give one of them; the rule starts from optim.base_lr.",
-        )
-    if lr is not None:
-        return {"optim.lr": lr, "optim.lr_scaling": "none"}
-    return {"optim.lr_scaling": rule} if rule is not None else {}
 
 
 def _train(config: Config, run: RunOptions, found: Sequence[str], world: World, console: Console) -> int:

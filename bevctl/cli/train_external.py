@@ -30,6 +30,10 @@ _FIELDS = {
     "train.batch": "batch",
     "train.workers": "workers",
     "train.accumulate": "accumulate",
+    "train.epochs": "epochs",
+    "train.schedule_iters": "",
+    "optim.lr": "lr",
+    "optim.lr_scaling": "lr_scaling",
     "optim.warmup": "warmup",
     "optim.clip": "clip",
     "model.load_from": "load_from",
@@ -82,9 +86,6 @@ def refuse_external_options() -> None:
 class Asked:
     """Options of `bevctl train` that are no values of our config."""
 
-    lr: float | None
-    lr_scaling: str | None
-    epochs: int | None
     resume: str | None
     gpus: int | None
     no_preflight: bool
@@ -124,7 +125,7 @@ def train_external(console: Console, request: ConfigRequest, asked: Asked, detac
     result = ExternalRun(launch, Policy(options.get("max_restarts", 0)), console).run(resume)
     if result.code == ExitCode.PREEMPTED:
         console.info("Continue with --resume auto.")
-    status = "preempted" if result.code == ExitCode.PREEMPTED else "ok"
+    status = {ExitCode.OK: "ok", ExitCode.PREEMPTED: "preempted"}.get(ExitCode(result.code), "stopped")
     body = {"engine": "external", "work_dir": work_dir, "checkpoint": result.checkpoint, "restarts": result.restarts}
     console.document("train", body, status)
     return result.code
@@ -136,10 +137,6 @@ def _refuse(request: ConfigRequest, asked: Asked) -> None:
         raise BevctlError(
             f"{option} is nothing that --engine external can tell another project.",
             "Set the project's own key with --set KEY=VALUE.",
-        )
-    if asked.lr is not None and asked.lr_scaling not in (None, "none"):
-        raise BevctlError(
-            f"--lr {asked.lr:g} and --lr-scaling {asked.lr_scaling} contradict each other.", "Give one of them."
         )
 
 
@@ -190,9 +187,6 @@ def _wanted(request: ConfigRequest, asked: Asked, work_dir: Path, tree: Tree) ->
         raise BevctlError("--load-from: another project takes one file.", "Give one.")
     return Wanted(
         gpus=asked.gpus or 1,
-        epochs=asked.epochs,
-        lr=asked.lr,
-        lr_scaling=asked.lr_scaling,
         load_from=str(find_checkpoint(names[0], work_dir, tree.root)) if names else None,
         overrides=read_overrides(request.sets),
         **fields,  # type: ignore[arg-type]
@@ -236,7 +230,7 @@ def _show(launch: Launch, resume: Path | None, console: Console) -> int:
         "engine": "external",
         "tree": {"kind": launch.tree.kind.name, "path": launch.tree.root},
         "launcher": launch.launcher,
-        "command": command,
+        "argv": command,
         "cwd": launch.tree.cwd,
         "environment": dict(launch.environment),
         "overlay": {"path": launch.overlay.path, "text": launch.overlay.text} if launch.overlay else None,

@@ -97,7 +97,7 @@ def set_layer(text: str) -> Layer:
         node = document.nested(match[1], document.value_node(match[2]))
         return layer(node, lambda _: Origin("set", f"--set {text}"))
     path = Path(text)
-    if not path.suffix and not is_there(path):
+    if path.suffix not in (".yaml", ".yml") and not is_there(path):
         raise BevctlError(f"--set {text}: neither key=value nor a YAML file.", "For example --set train.batch=4.")
     return _mapping_layer(document.read_mapping(path), "set", path)
 

@@ -7,7 +7,8 @@ import os
 
 import click
 
-from bevctl.cli.options import ConfigCommand, ConfigRequest, config_option, config_options, json_option
+from bevctl.cli.options import ConfigRequest, config_option, config_options, json_option
+from bevctl.cli.overrides import ConfigCommand
 from bevctl.console import Console
 from bevctl.errors import BevctlError, ExitCode
 
@@ -54,13 +55,17 @@ def command(console: Console, how: str, document: bool) -> int:
 @config_option("--fp16", key="precision.dtype", is_flag=True, flag_value="fp16", help="Half precision.")
 @config_option("--fp32", key="precision.dtype", is_flag=True, flag_value="fp32", help="Single precision.")
 @config_option("--log-interval", key="train.log_interval", type=int, help="Iterations between lines.")
-@click.option("--warmup", type=int, help="An option that the handler passes on itself.")
+@config_option("--warmup", key="optim.warmup", type=int, help="Iterations of warm-up.")
+@config_option("--lr", key="optim.lr", along={"optim.lr_scaling": "none"}, type=float, help="Peak rate.")
+@config_option("--lr-scaling", key="optim.lr_scaling", help="Rule.")
+@config_option("--twice", key="train.accumulate", meaning=lambda n: 2 * n, type=int, help="Half of the batches.")
 @json_option
 @click.pass_obj
-def configured(console: Console, request: ConfigRequest, warmup: int | None) -> None:
+def configured(console: Console, request: ConfigRequest) -> None:
     """Show a few resolved values."""
-    config = request.load({"optim.warmup": warmup}).config
+    config = request.load().config
     console.result(
         f"{config.train.batch} {config.precision.dtype} {config.train.log_interval} {config.optim.warmup} "
         f"{config.device} {config.optim.lr}"
     )
+    console.detail(f"{config.optim.lr_scaling} {config.train.accumulate}")

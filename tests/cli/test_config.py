@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bevctl.cli.main import COMMANDS
-from bevctl.cli.options import spell_out_overrides
+from bevctl.cli.overrides import spell_out_overrides
 from bevctl.config.load import from_dict, load, to_dict
 from bevctl.errors import BevctlError
 from tests.conftest import Outcome
@@ -107,6 +107,26 @@ class TestPrecedence:
         monkeypatch.setenv("BEVCTL_CONFIGURED_FP16", "1")
         assert invoke("configured", "tiny").out.startswith("2 fp16 ")
         assert invoke("configured", "tiny", "--fp32").out.startswith("2 fp32 ")
+
+    def test_what_an_option_brings_along_ranks_as_the_option_does(
+        self, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rule = ("--set", "optim.lr_scaling=sqrt", "--set", "optim.base_lr=2e-5", "--set", "optim.base_batch=8")
+        monkeypatch.setenv("BEVCTL_CONFIGURED_LR", "0.5")
+        assert invoke("configured", "tiny", "-v").err.startswith("none ")
+        assert invoke("configured", "tiny", "-v", *rule, "--set", "optim.lr=0.25").err.startswith("sqrt ")
+        outcome = invoke("configured", "tiny", "-v", *rule, "--lr", "0.125")
+        assert outcome.out == "2 auto 10 20 auto 0.125\n"
+        assert outcome.err.splitlines() == ["--lr overrides --set optim.lr_scaling=sqrt.", "none 1"]
+
+    def test_what_an_option_brings_along_may_contradict_another(self, invoke: Invoke) -> None:
+        assert invoke("configured", "tiny", "--lr", "1", "--lr-scaling", "none").code == 0
+        outcome = invoke("configured", "tiny", "--lr", "1", "--lr-scaling", "sqrt")
+        assert outcome.code == 2
+        assert outcome.err.startswith("error: --lr and --lr-scaling contradict each other.")
+
+    def test_an_option_may_mean_another_value_than_it_has(self, invoke: Invoke) -> None:
+        assert invoke("configured", "tiny", "-v", "--twice", "2").err == "none 4\n"
 
     def test_a_wrong_option_value_is_named(self, invoke: Invoke) -> None:
         outcome = invoke("configured", "tiny", "--batch", "0")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import bevctl
 from bevctl.config.load import load
 from bevctl.data.nuscenes import NuScenesDataset
 from bevctl.errors import ExitCode
@@ -29,7 +30,8 @@ def test_synth_writes_tables_and_info_files(root: Path, invoke: Invoke) -> None:
     again = invoke("data", "synth", root, *SMALL, "--json")
     assert again.code == ExitCode.OK
     document = again.document
-    assert (document["schema"], document["action"], document["version"]) == ("bevctl.data/1", "synth", "v1.0-mini")
+    assert (document["schema"], document["action"], document["tables"]) == ("bevctl.data/1", "synth", "v1.0-mini")
+    assert document["version"] == bevctl.__version__
     assert document["samples"] == 4
     assert [Path(file["path"]).name for file in document["files"]] == ["synth_infos_train.pkl", "synth_infos_val.pkl"]
     assert [file["samples"] for file in document["files"]] == [2, 2]

@@ -21,12 +21,12 @@ print(json.dumps([code, sorted(name for name in {heavy!r} if name in sys.modules
 """
 
 
-def imported(*arguments: str) -> list[str]:
-    """Which of HEAVY a command line that ends well has imported."""
+def imported(*arguments: str, ends: int = 0) -> list[str]:
+    """Which of HEAVY a command line that ends with exit code `ends` has imported."""
     script = SCRIPT.format(heavy=HEAVY)
     done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
     code, names = json.loads(done.stdout.splitlines()[-1])
-    assert code == 0, done.stderr
+    assert code == ends, done.stderr
     return list(names)
 
 
@@ -37,6 +37,11 @@ def test_help_and_version_import_nothing_heavy(arguments: tuple[str, ...]) -> No
 
 def test_resolving_a_config_imports_yaml_alone() -> None:
     assert imported("config", "show", "tiny") == ["yaml"]
+
+
+@pytest.mark.parametrize("command", [("train",), ("eval", "--checkpoint", "none.pth"), ("memory",), ("bench",)])
+def test_a_misspelt_config_is_told_before_anything_heavy_is_imported(command: tuple[str, ...]) -> None:
+    assert imported(*command, "tinny", ends=2) == ["yaml"]
 
 
 def test_importing_the_package_imports_nothing_else() -> None:

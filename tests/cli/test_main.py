@@ -13,7 +13,7 @@ import pytest
 
 import bevctl
 from bevctl.cli.main import COMMANDS, program, run
-from bevctl.cli.options import ConfigCommand
+from bevctl.cli.overrides import ConfigCommand
 from bevctl.console import Console
 from bevctl.errors import ExitCode
 from tests.conftest import Outcome

@@ -78,7 +78,7 @@ def test_dry_run_shows_everything_and_does_nothing(here: Path, invoke: Invoke) -
     assert document["launcher"] == "none"
     overlay = here / "runs" / "tiny" / "bevctl" / "tiny.py"
     told = [str(overlay), "--work-dir", str(here / "runs" / "tiny"), "--launcher", "none"]
-    assert document["command"][1:] == ["tools/train.py", *told, "--cfg-options", "mode=fine"]
+    assert document["argv"][1:] == ["tools/train.py", *told, "--cfg-options", "mode=fine"]
     assert document["overlay"]["path"] == str(overlay)
     assert "optimizer = dict(lr=5e-05)" in document["overlay"]["text"]
     assert document["cwd"] == str(here / "tree")
@@ -93,7 +93,7 @@ def test_dry_run_shows_everything_and_does_nothing(here: Path, invoke: Invoke) -
 @pytest.mark.usefixtures("here")
 def test_a_config_inside_the_checkout_may_be_named_from_there(invoke: Invoke) -> None:
     words = ["train", "configs/tiny.py", "--engine", "external", "--repo", "tree", "--dry-run", "--json"]
-    assert invoke(*words).document["command"][2] == "configs/tiny.py"
+    assert invoke(*words).document["argv"][2] == "configs/tiny.py"
 
 
 def test_preflight_stops_it(here: Path, invoke: Invoke) -> None:
