@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -217,7 +217,7 @@ def load_state(model: nn.Module, checkpoint: Checkpoint, boxes: str = "auto") ->
     if not fitting:
         raise BevctlError(
             f"Not one of the {len(state)} entries of {checkpoint.path} fits this model (layout: {layout}).",
-            f"The file has {by_prefix(state)}; the model has {by_prefix(ours)}. Choose the matching CONFIG.",
+            f"{_why_nothing_fits(state, ours, derived)} Choose the matching CONFIG.",
         )
     model.load_state_dict(fitting, strict=False)
     geometry = (key for key in sorted(derived & state.keys()) if key.rpartition(".")[2] in _GEOMETRY)
@@ -235,6 +235,14 @@ def load_state(model: nn.Module, checkpoint: Checkpoint, boxes: str = "auto") ->
         mismatched=[key for key in state if key in ours and key not in fitting and key not in derived],
         notes=notes,
     )
+
+
+def _why_nothing_fits(state: Mapping[str, Tensor], ours: Mapping[str, Tensor], derived: Collection[str]) -> str:
+    other = next((key for key in ours if key in state and key not in derived), None)
+    if other is None:
+        return f"The file has {by_prefix(state)}; the model has {by_prefix(ours)}."
+    shapes = tuple(state[other].shape), tuple(ours[other].shape)
+    return f"Names agree and sizes do not: {other} is {shapes[0]} in the file and {shapes[1]} in the model."
 
 
 def _is_optional(key: str, state: Mapping[str, Tensor]) -> bool:

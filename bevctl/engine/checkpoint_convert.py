@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +104,7 @@ def convert_checkpoint(checkpoint: Checkpoint, target: Target) -> Conversion:
     kept = _of_task(state, target)
     written = LAYOUTS[target.layout].export(kept) if target.layout in LAYOUTS else kept
     if target.layout != "bevctl":
-        notes += _export_notes(checkpoint, kept, target)
+        notes += _export_notes(checkpoint, kept, target, layout)
     under_our_names = {our_name(key, target.layout): value for key, value in written.items()}
     return Conversion(
         content=_content(checkpoint, {key: _as_stored(value) for key, value in written.items()}, target),
@@ -154,17 +154,34 @@ def _of_task(state: Mapping[str, Tensor], target: Target) -> dict[str, Tensor]:
     return dict(state)
 
 
-def _export_notes(checkpoint: Checkpoint, state: Mapping[str, Tensor], target: Target) -> list[str]:
-    """What the other project's programs will see differently."""
-    config = target.config or _own_config(checkpoint)
-    notes = []
+def _export_notes(checkpoint: Checkpoint, state: Mapping[str, Tensor], target: Target, layout: str) -> Iterator[str]:
+    """What the other project's programs will see differently; `layout` is that of the file."""
+    name, config = LAYOUTS[target.layout].name, target.config or _own_config(checkpoint)
     is_resnet = f"{BACKBONE}model.layer1.0.conv1.weight" in state
     if any(key.startswith(f"{BACKBONE}model.") for key in state) and not (is_resnet and target.layout == "petr"):
-        notes.append(f"The image backbone is one of timm, which {LAYOUTS[target.layout].name} has no model for")
-    head = config.model.object if config is not None else None
-    if head is not None and head.box_z == "top" and target.layout == "mmdet3d":
-        notes.append("The head predicts the top of a box, which mmdet3d takes for its centre: half a height too high")
-    return notes
+        yield f"The image backbone is one of timm, which {name} has no model for"
+    if target.layout == "petr":
+        return
+    box_z = _box_z(config, state, layout)
+    if box_z == "top" and target.layout == "mmdet3d":
+        yield "The head predicts the top of a box, which mmdet3d takes for its centre: half a height too high"
+    if box_z == "centre" and target.layout == "mit":
+        yield "The head predicts the centre of a box; mit-bevfusion raises it by half a height when it trains on"
+    view = config.model.camera.view if config is not None and config.model.camera is not None else None
+    if view is not None and not view.truncate:
+        yield (
+            f"{name} puts frustum points from below the bounds into its first cells, which this model has not seen: "
+            "for its programs train with model.camera.view.truncate=true"
+        )
+
+
+def _box_z(config: Config | None, state: Mapping[str, Tensor], layout: str) -> str:
+    """What the detection head's height means, as of `model.object.box_z`; empty where nothing says."""
+    if not any(key.startswith("heads.object.") for key in state):
+        return ""
+    if config is not None and config.model.object is not None:
+        return config.model.object.box_z
+    return {"mit": "top", "mmdet3d": "centre"}.get(layout, "")
 
 
 def _own_config(checkpoint: Checkpoint) -> Config | None:

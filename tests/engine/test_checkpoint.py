@@ -189,6 +189,15 @@ def test_nothing_that_fits_is_an_error(tmp_path: Path) -> None:
         load_weights(_Net(), tmp_path / "x.pth")
 
 
+def test_another_size_of_the_same_model_is_told_by_a_shape(tmp_path: Path) -> None:
+    theirs = {name: torch.ones(*value.shape, 2) for name, value in _Net().state_dict().items()}
+    torch.save({"state_dict": theirs}, tmp_path / "x.pth")
+    with pytest.raises(BevctlError, match="Not one of the") as caught:
+        load_weights(_Net(), tmp_path / "x.pth")
+    name, value = next(item for item in _Net().state_dict().items() if not item[0].startswith("fuser.dx"))
+    assert f"{name} is {(*value.shape, 2)} in the file and {tuple(value.shape)} in the model" in caught.value.hint
+
+
 def test_a_file_without_weights_is_an_error(tmp_path: Path) -> None:
     torch.save({"meta": {"epoch": 1}}, tmp_path / "x.pth")
     with pytest.raises(BevctlError, match="no model weights"):

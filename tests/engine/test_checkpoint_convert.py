@@ -14,10 +14,11 @@ from bevctl.engine.optim import build_optimizer, saved_parameter_states
 from bevctl.errors import BevctlError
 from bevctl.models.build import build_model
 from bevctl.models.layouts import mmdet3d_name
-from tests.models.nano import nano_config
+from tests.models.nano import nano_config, with_value
 
 CONFIG = nano_config()
 DETECTION = nano_config(**{"model.map": None})
+AS_THEIRS = nano_config(**{"model.map": None, "model.camera.view.truncate": True})
 
 
 def weights(config: Any = DETECTION, seed: int = 1) -> dict[str, Tensor]:
@@ -165,10 +166,31 @@ def test_averaged_weights_are_the_ones_written() -> None:
     assert any("EMA" in note for note in done.notes)
 
 
-def test_the_top_of_a_box_is_told_to_mmdet3d() -> None:
-    top = nano_config(**{"model.map": None, "model.object.box_z": "top"})
-    assert any("too high" in note for note in convert_checkpoint(own(weights(), top), Target("mmdet3d")).notes)
-    assert convert_checkpoint(own(weights()), Target("mmdet3d")).notes == []
+def notes_of(checkpoint: Checkpoint, layout: str) -> str:
+    return " | ".join(convert_checkpoint(checkpoint, Target(layout)).notes)
+
+
+def test_a_height_that_another_program_takes_for_something_else_is_told() -> None:
+    top = own(weights(), with_value(AS_THEIRS, "model.object.box_z", "top"))
+    assert "mmdet3d takes for its centre: half a height too high" in notes_of(top, "mmdet3d")
+    assert "raises" not in notes_of(top, "mit")
+    assert "raises it by half a height when it trains on" in notes_of(own(weights(), AS_THEIRS), "mit")
+    assert notes_of(own(weights(), AS_THEIRS), "mmdet3d") == ""
+
+
+def test_weights_of_mit_are_taken_for_tops_where_no_config_says() -> None:
+    theirs = Checkpoint(Path("x.pth"), {"state_dict": weights()})
+    assert "mmdet3d takes for its centre" in notes_of(theirs, "mmdet3d")
+    assert "mmdet3d takes for its centre" not in notes_of(theirs, "bevctl")
+    back = {mmdet3d_name(key): value for key, value in weights().items()}
+    assert notes_of(Checkpoint(Path("x.pth"), {"state_dict": back}), "mmdet3d") == ""
+
+
+@pytest.mark.parametrize("layout", ["mit", "mmdet3d"])
+def test_a_view_that_leaves_out_what_they_put_into_the_first_cells_is_told(layout: str) -> None:
+    assert "model.camera.view.truncate=true" in notes_of(own(weights()), layout)
+    assert "truncate" not in notes_of(own(weights(), AS_THEIRS), layout)
+    assert "truncate" not in notes_of(own(weights()), "bevctl")
 
 
 def adam_states(model: nn.Module, optim: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
