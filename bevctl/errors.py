@@ -34,9 +34,9 @@ _MEANINGS = {
     ExitCode.RUN_FAILED: "the run failed",
     ExitCode.NONFINITE: "stopped on non-finite numbers; a retry is useless",
     ExitCode.PREEMPTED: "preempted, checkpoint written: resume",
-    ExitCode.INTERRUPTED: "ended by a second SIGINT",
+    ExitCode.INTERRUPTED: "ended by SIGINT; a training run, by a second one",
     ExitCode.PIPE_CLOSED: "the reader of the output went away",
-    ExitCode.TERMINATED: "ended by a second SIGTERM",
+    ExitCode.TERMINATED: "ended by SIGTERM; a training run, by a second one",
 }
 
 

@@ -6,8 +6,10 @@ import errno
 import importlib
 import io
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import click
 from click.shell_completion import shell_complete
@@ -70,6 +72,10 @@ class Program(click.Group):
             formatter.write_text(f'eval "$({_COMPLETE}=bash_source bevctl)"')
 
 
+class Terminated(BaseException):
+    """SIGTERM came."""
+
+
 def _say_version(context: click.Context, _: click.Parameter, value: bool) -> None:
     if value:
         console_of(context).result(f"bevctl {bevctl.__version__}")
@@ -109,7 +115,25 @@ def main() -> None:
     completion = os.environ.get(_COMPLETE)
     if completion:
         sys.exit(shell_complete(program, {"obj": Console()}, "bevctl", _COMPLETE, completion))
-    sys.exit(run(sys.argv[1:]))
+    with ended_by_sigterm():
+        sys.exit(run(sys.argv[1:]))
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Lets SIGTERM end what runs like Ctrl-C, so that unfinished files go and the terminal is put back.
+
+    A training run has handlers of its own.
+    """
+
+    def end(*_: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run(argv: Sequence[str], console: Console | None = None) -> int:
@@ -127,15 +151,12 @@ def run(argv: Sequence[str], console: Console | None = None) -> int:
         console.stdout.flush()
     except click.exceptions.Exit as ending:
         return ending.exit_code
-    except Exception as error:
+    except (Exception, KeyboardInterrupt, Terminated) as error:
         return _fail(error, _command_name(argv), console)
-    except KeyboardInterrupt:
-        console.error("Interrupted.")
-        return ExitCode.INTERRUPTED
     return int(result) if isinstance(result, int) else ExitCode.OK
 
 
-def _fail(error: Exception, command: str, console: Console) -> int:
+def _fail(error: BaseException, command: str, console: Console) -> int:
     """Say what went wrong and return the exit code."""
     if isinstance(error, BrokenPipeError):
         _drop_output(console)
@@ -162,10 +183,12 @@ def _document_error(error: BevctlError, command: str, console: Console) -> None:
         _drop_output(console)  # stdout itself is what failed; stderr has said so
 
 
-def _as_bevctl_error(error: Exception) -> BevctlError:
+def _as_bevctl_error(error: BaseException) -> BevctlError:
     if isinstance(error, BevctlError):
         return error
-    if isinstance(error, click.Abort):
+    if isinstance(error, Terminated):
+        return BevctlError("Terminated.", "", ExitCode.TERMINATED)
+    if isinstance(error, KeyboardInterrupt | click.Abort):
         return BevctlError("Interrupted.", "", ExitCode.INTERRUPTED)
     if isinstance(error, click.ClickException):
         path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "bevctl"

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -13,7 +10,7 @@ import click
 from bevctl.cli.newest import newest_run
 from bevctl.cli.options import json_option
 from bevctl.console import Console
-from bevctl.errors import BevctlError, ExitCode
+from bevctl.errors import BevctlError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -88,15 +85,14 @@ def command(
         if page_file:
             _write_page(reports, page_file)
 
-    with _ending_cleanly(follow or serve is not None):
-        if serve is not None:
-            reports = _serve(console, serve, look, tell, interval)
-        elif follow:
-            reports = _follow(console, look, tell, interval)
-        else:
-            reports = look()
-            tell(reports)
-            _document(console, reports)
+    if serve is not None:
+        reports = _serve(console, serve, look, tell, interval)
+    elif follow:
+        reports = _follow(console, look, tell, interval)
+    else:
+        reports = look()
+        tell(reports)
+        _document(console, reports)
     _say_notes(console, reports)
     if page_file:
         console.info(f"Wrote {page_file}")
@@ -189,20 +185,3 @@ def _write_page(reports: Sequence[Report], path: str) -> None:
     from bevctl.monitor.html import page
 
     atomic_write_text(path, page(reports))
-
-
-@contextmanager
-def _ending_cleanly(stays: bool) -> Iterator[None]:
-    """Lets SIGTERM end what stays on the screen like any exit, so that the terminal is put back."""
-    if not stays:
-        yield
-        return
-
-    def end(*_: object) -> None:
-        sys.exit(ExitCode.TERMINATED)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -61,7 +61,16 @@ class StopRequest:
         if not self.requested:
             self.name = signal.Signals(number).name
             self._since = time.monotonic()
+            _say(f"{self.name}: stopping with a checkpoint; a second signal ends at once.")
             if self._interruptible:
                 raise Interrupted(self.name)
         elif "TORCHELASTIC_RUN_ID" not in os.environ or time.monotonic() - self._since > _ECHO_S:
+            _say(f"Ended at once by {signal.Signals(number).name}.")
             os._exit(ExitCode.TERMINATED if number == signal.SIGTERM else ExitCode.INTERRUPTED)
+
+
+def _say(text: str) -> None:
+    """One line on stderr of the first rank: past the stream, in whose code the signal may have come."""
+    if os.environ.get("RANK", "0") == "0":
+        with contextlib.suppress(OSError):
+            os.write(2, f"{text}\n".encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 
 import click
 
@@ -44,6 +45,8 @@ def command(console: Console, how: str, document: bool) -> int:
         console.document("raising", {})
     if how in FAILURES:
         raise FAILURES[how]
+    if how == "sigterm":
+        os.kill(os.getpid(), signal.SIGTERM)
     if how == "exit":
         click.get_current_context().exit(ExitCode.PREEMPTED)
     return int(how)

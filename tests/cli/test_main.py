@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import click
 import pytest
 
 import bevctl
-from bevctl.cli.main import COMMANDS, program, run
+from bevctl.cli.main import COMMANDS, ended_by_sigterm, program, run
 from bevctl.cli.overrides import ConfigCommand
 from bevctl.console import Console
 from bevctl.errors import ExitCode
@@ -106,6 +107,16 @@ def test_errors_are_documents_in_json_mode(
     assert document["error"].keys() == {"code", "message", "hint"}
     assert document["error"]["code"] == code
     assert document["error"]["message"].startswith(message)
+
+
+def test_signals_are_documents_in_json_mode(invoke: Invoke) -> None:
+    assert invoke("raising", "interrupt", "--json").document["error"]["code"] == ExitCode.INTERRUPTED
+    before = signal.getsignal(signal.SIGTERM)
+    with ended_by_sigterm():
+        outcome = invoke("raising", "sigterm", "--json")
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert (outcome.code, outcome.err) == (ExitCode.TERMINATED, "error: Terminated.\n")
+    assert outcome.document["error"]["code"] == ExitCode.TERMINATED
 
 
 def test_there_is_never_a_second_document(invoke: Invoke) -> None:

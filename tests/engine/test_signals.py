@@ -32,6 +32,25 @@ def test_the_first_signal_asks_and_a_second_ends(exits: list[int]) -> None:
         assert exits == [130, 143]
 
 
+def test_each_signal_is_answered_on_the_spot(exits: list[int], capfd: pytest.CaptureFixture[str]) -> None:
+    with StopRequest():
+        _send(signal.SIGINT)
+        assert capfd.readouterr().err == "SIGINT: stopping with a checkpoint; a second signal ends at once.\n"
+        _send(signal.SIGTERM)
+        assert capfd.readouterr().err == "Ended at once by SIGTERM.\n"
+    assert exits == [143]
+
+
+def test_one_rank_answers_for_all(
+    exits: list[int], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with StopRequest():
+        _send(signal.SIGINT)
+        _send(signal.SIGINT)
+    assert (exits, capfd.readouterr().err) == ([130], "")
+
+
 def test_torchruns_echo_of_a_signal_is_not_a_second_one(exits: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     with StopRequest():
