@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import os
 import signal
@@ -146,6 +147,7 @@ class _Loader(DataLoader[Any]):
 def _start_worker(number: int) -> None:
     """Leave stop signals to the parent, which saves a checkpoint first; but obey the parent, and never outlive it."""
     del number
+    gc.freeze()  # looking for garbage among what the parent loaded would copy the memory that all of it lies in
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform != "linux":
         return

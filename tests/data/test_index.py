@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bevctl.data import layout_data_list
 from bevctl.data.conventions import detect_convention
 from bevctl.data.index import IGNORED, locate, missing_files, read_info, resolve
+from bevctl.data.info import SampleInfo
 from bevctl.errors import BevctlError, ExitCode
 from bevctl.geometry import transform_points
 from tests.data import infos as made
@@ -201,6 +204,32 @@ def test_other_pickles_are_refused_with_what_they_hold(tmp_path: Path, document:
         read_info(made.write(tmp_path / "a.pkl", document))
     assert told in caught.value.message
     assert caught.value.code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_looked_for_while_a_file_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enabled: bool
+) -> None:
+    during: list[bool] = []
+    read = layout_data_list.read_sample
+
+    def watched(*given: Any) -> SampleInfo:
+        during.append(gc.isenabled())
+        return read(*given)
+
+    monkeypatch.setattr(layout_data_list, "read_sample", watched)
+    path, broken = made.write(tmp_path / "a.pkl", made.data_list()), made.write(tmp_path / "b.pkl", {})
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        read_info(path)
+        assert gc.isenabled() is enabled
+        with pytest.raises(BevctlError):
+            read_info(broken)
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert during == [False]
 
 
 @pytest.mark.parametrize("key", ["lidar_points", "token", "timestamp", "ego2global"])

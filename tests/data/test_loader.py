@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -183,6 +184,28 @@ def test_workers_change_nothing_and_touch_no_global_state(config: Config) -> Non
         _assert_same(first, second)
     (last,) = _load(config, 0, start_batch=2)
     _assert_same(last, alone[2])
+
+
+class _Counting:
+    """Batches are the number of objects that the collector of garbage does not look at."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: tuple[int, int]) -> int:
+        return gc.get_freeze_count()
+
+    @staticmethod
+    def collate(items: Sequence[int]) -> int:
+        return items[0]
+
+
+def test_workers_look_for_no_garbage_in_what_they_share() -> None:
+    """Looking touches every annotation of a set, which makes each worker copy the memory that they lie in."""
+    before = gc.get_freeze_count()
+    counts = [list(make_loader(_Counting(), EpochSampler(4, 2), workers=workers)) for workers in (0, 1)]  # type: ignore[arg-type]
+    assert counts[0] == [before, before]
+    assert min(counts[1]) > before + 10_000
 
 
 PARENT = """
