@@ -11,11 +11,10 @@ if TYPE_CHECKING:
     from bevctl.config.schema import Config
     from bevctl.engine.checkpoint import Checkpoint
 
-_HEADS = {
-    "classes": ("heads.object.", "bbox_head.", "pts_bbox_head.cls_branches."),
-    "map_classes": ("heads.map.",),
-}
-"""Key of the config's data section → how names of the head that tells these classes apart begin, in any layout."""
+_HEADS = {"classes": "heads.object.", "map_classes": "heads.map."}
+"""Key of the config's data section → how our names of the head that tells these classes apart begin."""
+_WHOLE_MODELS = ("bevctl", "mit", "mmdet3d", "petr")
+"""Layouts of which heads are loaded, and not an image backbone alone."""
 
 
 def classes_of(meta: Mapping[str, Any], key: str = "classes") -> tuple[str, ...]:
@@ -44,11 +43,18 @@ def check_class_order(checkpoint: Checkpoint, config: Config) -> None:
     """
     if config.model.mmdet3d is not None:  # its own code names the classes
         return
-    names = [name.removeprefix("module.") for name in checkpoint.state_dict]
-    for key, heads in _HEADS.items():
+    for key, head in _HEADS.items():
         theirs, ours = classes_of(checkpoint.meta, key), tuple(getattr(config.data, key))
-        if other_order(theirs, ours) and any(name.startswith(heads) for name in names):
+        if other_order(theirs, ours) and _has(checkpoint, head):
             raise BevctlError(
                 f"The head in {checkpoint.path} was trained with data.{key} in another order: {', '.join(theirs)}.",
                 f"Outputs are numbered by it. Set data.{key}=[{', '.join(theirs)}].",
             )
+
+
+def _has(checkpoint: Checkpoint, head: str) -> bool:
+    from bevctl.models.layouts import our_name, recognise, unwrapped  # imports torch, which preflight's start need not
+
+    names = [unwrapped(name) for name in checkpoint.state_dict]
+    layout = recognise(names)
+    return layout in _WHOLE_MODELS and any(our_name(name, layout).startswith(head) for name in names)

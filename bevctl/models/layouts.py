@@ -44,6 +44,8 @@ MMDET3D_PREFIXES = (
     ("decoder.neck.", "pts_neck."),
     ("heads.object.", "bbox_head."),
 )
+ANY_DETECTORS_HEAD = "bbox_head."
+"""Detectors of mmdet and FCOS3D call their heads so too: it tells no layout."""
 EARLY_VIEW_TRANSFORM = "vtransform."
 """Prefix of the view transform in the first converted mmdet3d file."""
 
@@ -94,7 +96,7 @@ def recognise(names: Iterable[str]) -> str:
         return "petr"
     if vovnet_prefix(keys) is not None:
         return "vovnet_backbone"
-    if any(key.startswith(theirs) for key in keys for _, theirs in MMDET3D_PREFIXES):
+    if any(key.startswith(theirs) for key in keys for _, theirs in MMDET3D_PREFIXES if theirs != ANY_DETECTORS_HEAD):
         return "mmdet3d"
     backbone = [key.removeprefix("backbone.") for key in keys]
     if any(key.startswith("stages.") and ".w_msa." in key for key in backbone):

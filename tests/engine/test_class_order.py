@@ -29,19 +29,20 @@ def own_meta(key: str, names: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("meta", "head"),
+    ("meta", "names"),
     [
-        ({"CLASSES": TURNED}, "heads.object.shared_conv.bias"),
-        ({"dataset_meta": {"classes": tuple(TURNED)}}, "bbox_head.shared_conv.bias"),
-        ({"CLASSES": TURNED}, "module.pts_bbox_head.cls_branches.0.0.bias"),
-        (own_meta("classes", TURNED), "heads.object.shared_conv.bias"),
+        ({"CLASSES": TURNED}, ["heads.object.shared_conv.bias"]),
+        ({"dataset_meta": {"classes": tuple(TURNED)}}, ["bbox_head.shared_conv.bias", "pts_neck.deblocks.0.0.weight"]),
+        ({"CLASSES": TURNED}, ["module.bbox_head.shared_conv.bias", "module.pts_neck.deblocks.0.0.weight"]),
+        ({"CLASSES": TURNED}, ["pts_bbox_head.cls_branches.0.0.bias", "pts_bbox_head.transformer.a"]),
+        (own_meta("classes", TURNED), ["heads.object.shared_conv.bias"]),
     ],
 )
-def test_the_same_classes_in_another_order_are_refused(meta: dict[str, Any], head: str) -> None:
+def test_the_same_classes_in_another_order_are_refused(meta: dict[str, Any], names: list[str]) -> None:
     with pytest.raises(BevctlError, match=r"x\.pth was trained with data\.classes in another order: traffic_cone") as e:
-        check_class_order(file_with(meta, head), CONFIG)
+        check_class_order(file_with(meta, *names), CONFIG)
     setting = e.value.hint.partition("Set ")[2].removesuffix(".")
-    check_class_order(file_with(meta, head), load("bevfusion_det", sets=[setting]).config)
+    check_class_order(file_with(meta, *names), load("bevfusion_det", sets=[setting]).config)
 
 
 def test_map_classes_of_our_own_files_have_an_order_too() -> None:
@@ -57,12 +58,13 @@ def test_map_classes_of_our_own_files_have_an_order_too() -> None:
         ({}, "heads.object.shared_conv.bias"),
         ({"CLASSES": NAMES}, "heads.object.shared_conv.bias"),
         ({"CLASSES": TURNED}, "encoders.lidar.backbone.conv_out.1.bias"),
+        ({"CLASSES": TURNED}, "bbox_head.cls_convs.0.0.conv.weight"),  # of FCOS3D, whose backbone is taken alone
         ({"CLASSES": ["car", "person"]}, "heads.object.shared_conv.bias"),
         ({"CLASSES": None, "dataset_meta": 3, "config": "text"}, "heads.object.shared_conv.bias"),
     ],
 )
 def test_nothing_else_is(meta: dict[str, Any], name: str) -> None:
-    check_class_order(file_with(meta, name), CONFIG)
+    check_class_order(file_with(meta, name, "backbone.layer1.0.conv1.weight"), CONFIG)
 
 
 def test_only_names_are_classes() -> None:

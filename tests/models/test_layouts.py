@@ -95,6 +95,7 @@ def test_input_is_left_alone() -> None:
 
 def test_unknown_names_are_kept_and_said() -> None:
     assert to_ours({"layer1.0.weight": torch.zeros(1)})[1] == "unknown"
+    assert recognise(["backbone.layer1.0.conv1.weight", "bbox_head.cls_convs.0.0.conv.weight"]) == "unknown"
     assert recognise([]) == "unknown"
 
 
@@ -141,8 +142,10 @@ def test_original_swin_names(prefix: str) -> None:
     ]
 
 
-def test_a_detector_gives_its_mmdet_backbone_only() -> None:
-    state = {"backbone.stages.0.blocks.0.attn.w_msa.qkv.bias": torch.zeros(1), "neck.conv.weight": torch.zeros(1)}
+@pytest.mark.parametrize("head", ["roi_head.bbox_head.0.fc_cls.weight", "bbox_head.retina_cls.weight"])
+def test_a_detector_gives_its_mmdet_backbone_only(head: str) -> None:
+    names = ["backbone.stages.0.blocks.0.attn.w_msa.qkv.bias", "neck.conv.weight", head]
+    state = {name: torch.zeros(1) for name in names}
     converted, layout = to_ours(state)
     assert layout == "mmdet_backbone"
     assert list(converted) == ["encoders.camera.backbone.stages.0.blocks.0.attn.w_msa.qkv.bias"]
