@@ -102,4 +102,6 @@ def test_packaged_configs_take_the_habits_of_their_origin(
     assert (model.object.box_z if model.object else None) == box_z
     assert config.precision.dtype == dtype
     assert config.data.sweep_choice == ("auto" if name == "bevfusion_det" else "random")
+    if config.optim.schedule == "cosine":
+        assert (config.optim.cosine_steps, config.optim.min_ratio) == ((None, 1e-4) if "mmdet3d" in name else (6, 1e-3))
     assert config.data.sweep_pose == ("mmdet3d" if name.endswith("mmdet3d") else "exact")
