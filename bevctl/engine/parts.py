@@ -20,7 +20,7 @@ from bevctl.engine.optim import build_optimizer, unmatched_groups
 from bevctl.engine.precision import Precision, keep_fp32, resolve_precision
 from bevctl.engine.resume import Setting, TrainState
 from bevctl.engine.scaler import LossScaler
-from bevctl.engine.schedule import Schedule, peak_lr
+from bevctl.engine.schedule import Schedule, peak_lr, written_for_other_epochs
 from bevctl.errors import BevctlError
 from bevctl.models.build import build_model
 from bevctl.ops import spconv_bridge
@@ -85,7 +85,7 @@ def build_parts(config: Config, world: World, device: torch.device) -> Parts:
         )
     state, notes = build_state(config, precision, world, device, iters_per_epoch)
     total = config.train.schedule_iters or config.train.epochs * iters_per_epoch
-    notes += [*_visible_gpus(world, device), *dataset.notes]
+    notes += [*written_for_other_epochs(config), *_visible_gpus(world, device), *dataset.notes]
     return Parts(config, world, device, precision, dataset, state, Schedule(config.optim, total), notes)
 
 

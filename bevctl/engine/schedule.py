@@ -7,9 +7,10 @@ host has to ask the device whether it happened.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bevctl.config.schema import OptimConfig
+from bevctl.config.schema import Config, OptimConfig
 from bevctl.errors import BevctlError
 
 _MOMENTUM_DIP = 0.85 / 0.95
@@ -88,3 +89,20 @@ def peak_lr(optim: OptimConfig, global_batch: int) -> tuple[float, str]:
         f"learning rate {value:g}: {optim.lr_scaling} rule from {optim.base_lr:g} at batch {optim.base_batch} "
         f"to global batch {global_batch}"
     )
+
+
+def written_for_other_epochs(config: Config) -> Iterator[str]:
+    """A sentence for each number of a recipe that counts epochs and does not fit those that the run has."""
+    epochs, steps, paste = config.train.epochs, config.optim.cosine_steps, config.data.paste
+    if config.train.schedule_iters is not None:
+        return
+    if config.optim.schedule == "cosine" and steps is not None and steps != epochs:
+        yield (
+            f"The learning rate falls in {steps} steps over {epochs} epochs "
+            f"(optim.cosine_steps; {epochs} would be one an epoch)"
+        )
+    if paste is not None and paste.stop_epoch >= epochs:
+        yield (
+            f"Objects are pasted to the end: data.paste.stop_epoch is {paste.stop_epoch} of {epochs} epochs; "
+            "the published recipe leaves the last quarter without"
+        )

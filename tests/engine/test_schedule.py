@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bevctl.config.document import packaged_names
+from bevctl.config.load import load
 from bevctl.config.schema import OptimConfig
-from bevctl.engine.schedule import Schedule, peak_lr
+from bevctl.engine.schedule import Schedule, peak_lr, written_for_other_epochs
 from bevctl.errors import BevctlError
 
 
@@ -100,3 +102,19 @@ def test_rules_scale_from_the_base() -> None:
 def test_a_rule_without_a_base_is_refused() -> None:
     with pytest.raises(BevctlError, match="base_batch"):
         peak_lr(OptimConfig(lr_scaling="linear"), 8)
+
+
+@pytest.mark.parametrize("name", packaged_names())
+def test_a_packaged_recipe_fits_its_own_epochs(name: str) -> None:
+    assert list(written_for_other_epochs(load(name).config)) == []
+
+
+def test_other_epochs_than_the_recipes_are_said() -> None:
+    (fusion,) = written_for_other_epochs(load("bevfusion_det", sets=["train.epochs=12"]).config)
+    assert fusion.startswith("The learning rate falls in 6 steps over 12 epochs")
+    (lidar,) = written_for_other_epochs(load("bevfusion_lidar", sets=["train.epochs=15"]).config)
+    assert lidar.startswith("Objects are pasted to the end: data.paste.stop_epoch is 15 of 15 epochs")
+    both = ["train.epochs=12", "optim.cosine_steps=12", "data.paste.stop_epoch=9"]
+    assert list(written_for_other_epochs(load("bevfusion_det", sets=both).config)) == []
+    counted = ["train.epochs=12", "train.schedule_iters=100"]
+    assert list(written_for_other_epochs(load("bevfusion_det", sets=counted).config)) == []
