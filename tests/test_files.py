@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from bevctl import files
-from bevctl.files import atomic_path, atomic_write_bytes, atomic_write_text
+from bevctl.errors import BevctlError
+from bevctl.files import atomic_path, atomic_write_bytes, atomic_write_text, check_writable
 
 
 def test_the_content_is_replaced(tmp_path: Path) -> None:
@@ -49,6 +50,48 @@ def test_a_failing_writer_leaves_the_old_file_alone(tmp_path: Path, failure: Bas
         write()
     assert target.read_text() == "old"
     assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_a_pipe_or_a_device_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(BevctlError, match="is a pipe or a device"):
+            atomic_write_text(path, "x")
+    assert os.listdir(tmp_path) == ["pipe"]
+
+
+def test_an_error_names_the_file_and_not_its_temporary(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file") as caught, atomic_path(tmp_path / "a.txt"):
+        pass  # nothing is written, so that there is nothing to flush
+    assert caught.value.filename == str(tmp_path / "a.txt")
+
+
+class TestCheckWritable:
+    def test_files_and_folders_that_are_there_or_not(self, tmp_path: Path) -> None:
+        (tmp_path / "a.txt").touch()
+        for name in ("a.txt", "b.txt", "new/deep/c.txt"):
+            check_writable(tmp_path / name)
+        for name in (".", "new/deep"):
+            check_writable(tmp_path / name, folder=True)
+        assert os.listdir(tmp_path) == ["a.txt"]
+
+    def test_what_is_in_the_way(self, tmp_path: Path) -> None:
+        (tmp_path / "a.txt").touch()
+        with pytest.raises(BevctlError, match="is a folder"):
+            check_writable(tmp_path)
+        with pytest.raises(BevctlError, match="is not a folder"):
+            check_writable(tmp_path / "a.txt", folder=True)
+        with pytest.raises(BevctlError, match=r"b\.txt cannot be written: .*a\.txt is not a folder"):
+            check_writable(tmp_path / "a.txt" / "b.txt")
+        with pytest.raises(BevctlError, match="is a pipe or a device"):
+            check_writable("/dev/null")
+
+    def test_a_folder_without_permission(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "access", lambda *_: False)
+        with pytest.raises(BevctlError, match=f"{tmp_path} is not writable for you"):
+            check_writable(tmp_path / "new" / "b.txt")
+        with pytest.raises(BevctlError, match="is not writable for you"):
+            check_writable(tmp_path, folder=True)
 
 
 def test_a_full_disk_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from bevctl.cli.options import (
     json_option,
 )
 from bevctl.cli.overrides import ConfigCommand
+from bevctl.cli.values import OUTPUT_FILE
 from bevctl.console import Console
 from bevctl.errors import BevctlError, ExitCode
 
@@ -56,7 +57,7 @@ class Percentage(click.ParamType):
 )
 @config_option("--compile", key="train.compile", is_flag=True, help="torch.compile for the parts of fixed shape.")
 @grad_checkpoint_option
-@click.option("--png", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw the result.")
+@click.option("--png", type=OUTPUT_FILE, metavar="FILE", help="Draw the result.")
 @click.option(
     "--compare",
     nargs=2,

@@ -9,6 +9,7 @@ import click
 
 from bevctl.cli.options import ConfigRequest, config_option, config_options, json_option
 from bevctl.cli.overrides import ConfigCommand
+from bevctl.cli.values import OUTPUT_FILE
 from bevctl.console import Console, table
 from bevctl.errors import BevctlError, ExitCode
 
@@ -32,9 +33,7 @@ SPLITS = click.Choice(["train", "val"])
 @click.option(
     "--epoch", type=click.IntRange(0), default=0, metavar="N", help="Epoch, from 0, whose augmentation is shown."
 )
-@click.option(
-    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Default: <token>.png."
-)
+@click.option("-o", "--output", type=OUTPUT_FILE, metavar="FILE", help="Default: <token>.png.")
 @json_option
 @click.pass_obj
 def show(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import click
 
 from bevctl.cli.newest import newest_run
 from bevctl.cli.options import engine_option, json_option
+from bevctl.cli.values import OUTPUT_FILE
 from bevctl.console import Console
 from bevctl.diagnose.topics import TOPICS
 from bevctl.errors import BevctlError, did_you_mean
@@ -39,7 +41,9 @@ class TopicCommand(click.Command):
 @click.argument("run", required=False, metavar="[RUN]", type=_FILE)
 @click.option("--replay", is_flag=True, help="Run the recorded incident again, under instruments, and try remedies.")
 @click.option("--against", metavar="RUN", type=_FILE, help="The run to compare with.")
-@click.option("--write-fix", metavar="FILE", type=_FILE, help="Write the settings that cure it, for train --set FILE.")
+@click.option(
+    "--write-fix", metavar="FILE", type=OUTPUT_FILE, help="Write the settings that cure it, for train --set FILE."
+)
 @click.option("--source", metavar="DIR", type=_FILE, help="The model's source code; it is read, never run.")
 @click.option("--config", metavar="CONFIG", help="The run's config, where its folder holds none.")
 @click.option("--checkpoint", metavar="CKPT", type=_FILE, help="A checkpoint to examine.")
@@ -93,7 +97,7 @@ def command(
     from bevctl.diagnose.topics import diagnose
     from bevctl.finding import Severity
 
-    _check(topic, replay, forecast, bench, write_fix)
+    _check(topic, replay, forecast, bench)
     if profile is not None and topic != "no-speedup":
         raise BevctlError("--profile belongs to `diagnose no-speedup`.", "Leave it out.")
     if run is None and checkpoint is None and not bench and (profile is None or config is None):
@@ -119,7 +123,7 @@ def command(
     return exit_code(answer, Severity(fail_on))
 
 
-def _check(topic: str, replay: bool, forecast: bool, bench: tuple[Path, ...], write_fix: Path | None) -> None:
+def _check(topic: str, replay: bool, forecast: bool, bench: tuple[Path, ...]) -> None:
     """Refuses at once what would fail or be ignored after minutes of work."""
     if topic != "nan" and (replay or forecast):
         raise BevctlError(f"--{'replay' if replay else 'forecast'} belongs to `diagnose nan`.", "Leave it out.")
@@ -127,8 +131,6 @@ def _check(topic: str, replay: bool, forecast: bool, bench: tuple[Path, ...], wr
         raise BevctlError("--bench belongs to `diagnose no-speedup`.", "Leave it out.")
     if replay and forecast:
         raise BevctlError("--replay contradicts --forecast, which is for a healthy run.", "Give one of them.")
-    if write_fix is not None and write_fix.is_dir():
-        raise BevctlError(f"--write-fix {write_fix} is a folder.", "Name a file, for example fix.yaml.")
 
 
 def _write_fix(console: Console, path: Path, answer: Diagnosis, run: Path | None) -> None:
@@ -148,5 +150,7 @@ def _write_fix(console: Console, path: Path, answer: Diagnosis, run: Path | None
 def _command(run: Path, path: Path, resume: str) -> str:
     """How the run goes on with the settings in `path`."""
     if not resume:
-        return f"Start anew with it: bevctl train {run / 'config.yaml'} --work-dir {run}_2 --set {path}"
-    return f"Continue with it: bevctl train --work-dir {run} --resume {resume} --set {path}"
+        words = ["bevctl", "train", str(run / "config.yaml"), "--work-dir", f"{run}_2", "--set", str(path)]
+        return f"Start anew with it: {shlex.join(words)}"
+    words = ["bevctl", "train", "--work-dir", str(run), "--resume", resume, "--set", str(path)]
+    return f"Continue with it: {shlex.join(words)}"

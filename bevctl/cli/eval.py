@@ -9,6 +9,7 @@ import click
 
 from bevctl.cli.options import ConfigRequest, config_option, config_options, engine_option, json_option, precision_flags
 from bevctl.cli.ranks import RankedCommand, run_ranks
+from bevctl.cli.values import OUTPUT_FILE, OUTPUT_FOLDER
 from bevctl.console import Console, table
 from bevctl.errors import BevctlError, ExitCode
 
@@ -41,13 +42,11 @@ ERRORS = ("ATE", "ASE", "AOE", "AVE", "AAE")
 )
 @click.option(
     "--submission",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OUTPUT_FILE,
     metavar="FILE",
     help="Write the predictions as nuScenes result JSON; all that a test split without ground truth allows.",
 )
-@click.option(
-    "--show", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write pictures of samples to DIR."
-)
+@click.option("--show", type=OUTPUT_FOLDER, metavar="DIR", help="Write pictures of samples to DIR.")
 @click.option("--show-samples", type=click.IntRange(1), default=8, metavar="N", help="Pictures to write; default: 8.")
 @click.option(
     "--show-score", type=click.FloatRange(0, 1), default=0.2, metavar="S", help="Lowest score drawn; default: 0.2."

@@ -36,7 +36,15 @@ COMMANDS: dict[str, tuple[str, str]] = {
 """Name → (module with `command`, one line of help). A module is imported when its command runs."""
 
 _COMPLETE = "_BEVCTL_COMPLETE"
-_BAD_PATH = (errno.ENOENT, errno.EACCES, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+_BAD_PATH = (
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EROFS,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+)
 
 
 class Program(click.Group):

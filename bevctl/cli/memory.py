@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import click
 
 from bevctl.cli.options import ConfigRequest, config_option, config_options, engine_option, json_option
 from bevctl.cli.overrides import ConfigCommand
+from bevctl.cli.values import OUTPUT_FILE
 from bevctl.console import Console, table
 from bevctl.errors import BevctlError, ExitCode
 from bevctl.sizes import format_gib, parse_size
@@ -57,7 +59,7 @@ class CardSize(click.ParamType):
 @click.option("--plan", metavar="NAME", help="Choose a plan by its name or its letter: A, B, C.")
 @click.option(
     "--write",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OUTPUT_FILE,
     metavar="FILE",
     help="With --fit or --plan: write the chosen plan, for train --set FILE.",
 )
@@ -220,7 +222,7 @@ def _choose(console: Console, report: MemoryReport, chosen: Plan | None, write: 
         from bevctl.files import atomic_write_text
 
         atomic_write_text(write, _yaml(chosen))
-        console.info(f"Written: {write}, for `bevctl train --set {write}`")
+        console.info(f"Written: {write}, for `bevctl train --set {shlex.quote(str(write))}`")
     return ExitCode.OK if report.card is None or fits_on(chosen, report.card) else ExitCode.FINDINGS
 
 

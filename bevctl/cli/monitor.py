@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from bevctl.cli.newest import newest_run
 from bevctl.cli.options import json_option
+from bevctl.cli.values import OUTPUT_FILE
 from bevctl.console import Console
 from bevctl.errors import BevctlError
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 @click.option("--from-end", is_flag=True, help="Durations count back from the last line of the log, not from now.")
 @click.option("--follow", "-f", is_flag=True, help="Keep looking until the run is over; Ctrl-C ends it.")
 @click.option("--once", is_flag=True, help="Look once (the default).")
-@click.option("--html", "page_file", metavar="FILE", type=click.Path(dir_okay=False), help="Write one page of it all.")
+@click.option("--html", "page_file", metavar="FILE", type=OUTPUT_FILE, help="Write one page of it all.")
 @click.option(
     "--serve", metavar="HOST:PORT", help="Serve the page, and /metrics for Prometheus; :PORT is loopback only."
 )
@@ -51,7 +53,7 @@ def command(
     from_end: bool,
     follow: bool,
     once: bool,
-    page_file: str | None,
+    page_file: Path | None,
     serve: str | None,
     expect: tuple[str, ...],
     against: str | None,
@@ -180,7 +182,7 @@ def _serve(
         return server.reports()
 
 
-def _write_page(reports: Sequence[Report], path: str) -> None:
+def _write_page(reports: Sequence[Report], path: Path) -> None:
     from bevctl.files import atomic_write_text
     from bevctl.monitor.html import page
 

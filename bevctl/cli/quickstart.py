@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 import click
@@ -41,6 +42,7 @@ def command(console: Console, folder: str, model: str, device: str) -> None:
     summary = quickstart.run()
     console.document("quickstart", summary.document())
     seconds = sum(step.seconds for step in summary.steps)
+    trained = f"{quickstart.config} --set {shlex.quote(f'data.root={quickstart.data}')}"
     console.result(
         f"\nloss, mean of ten steps: {summary.first_loss:.3f} at first, {summary.last_loss:.3f} at last "
         f"({summary.last_loss / summary.first_loss:.2f} of it)\n"
@@ -48,8 +50,8 @@ def command(console: Console, folder: str, model: str, device: str) -> None:
         f"{_of_map(summary)}"
         f"run: {summary.run}   pictures: {quickstart.pictures}   {seconds:.0f} s in all\n\n"
         "Next:\n"
-        f"  bevctl train {quickstart.config} --set data.root={quickstart.data} --epochs 20 --work-dir {folder}/longer\n"
-        f"  bevctl eval {quickstart.config} --set data.root={quickstart.data} --checkpoint {summary.run}/latest\n"
+        f"  bevctl train {trained} --epochs 20 --work-dir {shlex.quote(f'{folder}/longer')}\n"
+        f"  bevctl eval {trained} --checkpoint {shlex.quote(f'{summary.run}/latest')}\n"
         "  bevctl data prepare --root data/nuscenes --version v1.0-trainval   # with real nuScenes data\n"
         f"  bevctl train {quickstart.real_config} --gpus 8"
     )

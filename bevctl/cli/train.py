@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -276,6 +277,6 @@ def _detach(console: Console, work_dir: Path) -> int:
             start_new_session=True,
         )
     console.result(f"Training in the background as process {process.pid}.")
-    console.result(f"Follow it: tail -f {log}\nStop it with a checkpoint: kill {process.pid}")
+    console.result(f"Follow it: tail -f {shlex.quote(str(log))}\nStop it with a checkpoint: kill {process.pid}")
     console.document("train", {"pid": process.pid, "work_dir": work_dir, "console_log": Path(log)}, "started")
     return ExitCode.OK

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -121,7 +122,9 @@ def train_external(console: Console, request: ConfigRequest, asked: Asked, detac
         return detach(work_dir)
     for note in launch.notes:
         console.info(note)
-    console.info(f"{tree.kind.title} trains in {work_dir}; follow it with bevctl monitor {work_dir} --follow")
+    console.info(
+        f"{tree.kind.title} trains in {work_dir}; follow it with bevctl monitor {shlex.quote(str(work_dir))} --follow"
+    )
     result = ExternalRun(launch, Policy(options.get("max_restarts", 0)), console).run(resume)
     if result.code == ExitCode.PREEMPTED:
         console.info("Continue with --resume auto.")
