@@ -14,6 +14,7 @@ from bevctl.console import Console, table
 from bevctl.errors import BevctlError, ExitCode
 
 if TYPE_CHECKING:
+    from bevctl.engine.checkpoint import Checkpoint
     from bevctl.engine.checkpoint_convert import Conversion
     from bevctl.engine.checkpoint_report import CheckpointReport
 
@@ -198,12 +199,18 @@ def _summary(report: CheckpointReport) -> list[str]:
     states = len(optimizer.get("state") or ()) if isinstance(optimizer, Mapping) else 0
     scaler = report.loss_scaler
     return [
-        f"{report.path}: {report.size_bytes / 1e6:,.1f} MB, written by {checkpoint.origin} {_version(checkpoint.meta)}",
+        f"{report.path}: {report.size_bytes / 1e6:,.1f} MB, {_origin(checkpoint)}",
         _position(report),
         f"{len(checkpoint.state_dict)} entries, {sum(v for _, v in report.parts.values()):,} values",
         f"optimizer: {states} states in {groups} groups" if optimizer else "optimizer: none",
         f"loss scale: {scaler['scale']}" if scaler else "loss scale: none",
     ]
+
+
+def _origin(checkpoint: Checkpoint) -> str:
+    if checkpoint.origin == "weights":
+        return "weights alone, which do not say who wrote them"
+    return f"written by {checkpoint.origin} {_version(checkpoint.meta)}".strip()
 
 
 def _version(meta: Mapping[str, Any]) -> str:

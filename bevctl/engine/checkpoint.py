@@ -28,17 +28,22 @@ from bevctl.models.layouts_petr import unequal_code_weights
 from bevctl.models.layouts_swin import match_bias_tables
 from bevctl.models.layouts_timm import match_backbone
 from bevctl.models.mmdet3d import Detector
+from bevctl.models.transfusion import TransFusionHead
 
 FORMAT = "bevctl"
 _WIDTH_FIRST = ("mit", "petr")
 """Layouts whose boxes are (w, l, h, -yaw - pi/2)."""
 _BOX_BRANCHES = ("heads.object.prediction_heads.", "heads.object.reg_branches.")
 _CONVERTED_BOXES = (
-    "Detection head converted from mit-bevfusion's boxes (w, l, h, -yaw - pi/2) to (l, w, h, yaw); if it was trained "
-    "there, its z is the top of the box: model.object.box_z=top",
+    "Detection head converted from mit-bevfusion's boxes (w, l, h, -yaw - pi/2) to (l, w, h, yaw)",
     "Detection head converted from PETR's yaw (-yaw - pi/2) to ours",
 )
 """By whether it was PETR."""
+_TOP = "If the head was trained by mit-bevfusion, it predicts the top of a box: model.object.box_z=top"
+_TOP_FOR_CENTRE = (
+    "This config takes the head's height for the centre of a box; if the head was trained by mit-bevfusion, it is the "
+    "top: model.object.box_z=top"
+)
 _NUMBERED = re.compile(r"(epoch|iter)_\d+\.pth")
 _GEOMETRY = ("dx", "bx", "nx", "frustum")
 """Entries of the view transform that follow from the config; other projects store them as frozen parameters."""
@@ -220,6 +225,9 @@ def load_state(model: nn.Module, checkpoint: Checkpoint, boxes: str = "auto") ->
             f"{_why_nothing_fits(state, ours, derived)} Choose the matching CONFIG.",
         )
     model.load_state_dict(fitting, strict=False)
+    if _TOP in notes:
+        notes.remove(_TOP)
+        notes += [_TOP_FOR_CENTRE] if _height_of(model) == "centre" else []
     geometry = (key for key in sorted(derived & state.keys()) if key.rpartition(".")[2] in _GEOMETRY)
     differs = [key for key in geometry if not _same_values(state[key], ours[key])]
     if differs:
@@ -235,6 +243,12 @@ def load_state(model: nn.Module, checkpoint: Checkpoint, boxes: str = "auto") ->
         mismatched=[key for key in state if key in ours and key not in fitting and key not in derived],
         notes=notes,
     )
+
+
+def _height_of(model: nn.Module) -> str:
+    """What the model's detection head takes its height for, as of `model.object.box_z`; empty without TransFusion's."""
+    head = dict(model.named_modules()).get("heads.object")
+    return head.config.box_z if isinstance(head, TransFusionHead) else ""
 
 
 def _why_nothing_fits(state: Mapping[str, Tensor], ours: Mapping[str, Tensor], derived: Collection[str]) -> str:
@@ -278,7 +292,7 @@ def to_our_layout(checkpoint: Checkpoint, boxes: str = "auto") -> tuple[dict[str
     notes = []
     if is_legacy and any(key.startswith(_BOX_BRANCHES) for key in state):
         state = exchange_box_convention(state)
-        notes.append(_CONVERTED_BOXES[layout == "petr"])
+        notes += [_CONVERTED_BOXES[True]] if layout == "petr" else [_CONVERTED_BOXES[False], _TOP]
     if layout == "petr" and (weights := unequal_code_weights(checkpoint.state_dict)):
         listed = ", ".join(f"{weight:g}" for weight in weights)
         notes.append(f"The file weighs the parts of a box by {listed} in its loss (code_weights), and bevctl by 1 each")

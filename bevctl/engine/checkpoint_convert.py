@@ -92,7 +92,6 @@ def convert_checkpoint(checkpoint: Checkpoint, target: Target) -> Conversion:
     if isinstance(average, Mapping):
         state = {**state, **{key: value for key, value in average.items() if key in state}}
         as_read |= {id(value) for value in average.values()}
-        notes.append("Averaged weights (EMA) written, as evaluation uses them")
     report = None
     if target.config is not None:
         check_class_order(checkpoint, target.config)
@@ -100,7 +99,9 @@ def convert_checkpoint(checkpoint: Checkpoint, target: Target) -> Conversion:
         report = load_state(model, checkpoint, target.boxes)
         report.require(share_of_model=target.min_loaded)
         state = _with_derived(state, model.state_dict())
-        notes += [sentence for sentence in report.sentences()[1:] if sentence not in notes]
+        notes = report.sentences()[1:]
+    if isinstance(average, Mapping):
+        notes.append("Averaged weights (EMA) written, as evaluation uses them")
     kept = _of_task(state, target)
     written = LAYOUTS[target.layout].export(kept) if target.layout in LAYOUTS else kept
     if target.layout != "bevctl":

@@ -50,7 +50,7 @@ class CheckpointReport:
     size_bytes: int = 0
     checkpoint: Checkpoint | None = None
     layout: str = "unknown"
-    """bevctl, mit, mmdet3d, petr, mmcv, mmengine or unknown: by the names of its entries, then by who wrote it."""
+    """See `layout_of`."""
     nonfinite: tuple[NonFinite, ...] = ()
     parts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """First levels of the entries' names → number of entries, number of values."""
@@ -111,11 +111,11 @@ def _judged(checkpoint: Checkpoint, size: int) -> CheckpointReport:
 
 
 def layout_of(checkpoint: Checkpoint) -> str:
-    """Whose names the entries have: bevctl, mit, mmdet3d, petr, mmcv, mmengine or unknown."""
+    """Whose names the entries have: a layout of `to_ours`, or, where it is unknown, who wrote the file."""
     if checkpoint.origin == "bevctl":
         return "bevctl"
     names = recognise(unwrapped(str(key)) for key in checkpoint.state_dict)
-    if names in ("bevctl", "mit", "mmdet3d", "petr"):
+    if names != "unknown":
         return names
     return checkpoint.origin if checkpoint.origin in ("mmcv", "mmengine") else "unknown"
 

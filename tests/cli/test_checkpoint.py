@@ -34,6 +34,13 @@ def test_show_lists_parts_and_optimizer(tmp_path: Path, invoke: Invoke) -> None:
         assert words in out
 
 
+def test_show_of_a_bare_backbone(tmp_path: Path, invoke: Invoke) -> None:
+    swin = {"layers.0.blocks.0.attn.qkv.weight": weights()["fuser.1.running_var"]}
+    out = invoke("checkpoint", "show", save({"model": swin}, tmp_path / "swin.pth")).out
+    assert "weights alone, which do not say who wrote them" in out
+    assert "swin_backbone layout, epoch unknown" in out
+
+
 @pytest.mark.parametrize("action", ["show", "verify"])
 def test_values_that_are_not_finite(tmp_path: Path, invoke: Invoke, action: str) -> None:
     entries = weights()

@@ -178,6 +178,16 @@ def test_a_height_that_another_program_takes_for_something_else_is_told() -> Non
     assert notes_of(own(weights(), AS_THEIRS), "mmdet3d") == ""
 
 
+@pytest.mark.parametrize(
+    ("box_z", "said"), [("top", ""), ("centre", "This config takes the head's height"), (None, "If the")]
+)
+def test_whether_the_height_is_taken_for_what_mit_means_by_it(box_z: str | None, said: str) -> None:
+    config = with_value(DETECTION, "model.object.box_z", box_z) if box_z else None
+    theirs = Checkpoint(Path("x.pth"), {"state_dict": weights()})
+    about = [note for note in convert_checkpoint(theirs, Target("bevctl", config=config)).notes if "box_z=top" in note]
+    assert [note.startswith(said) for note in about] == ([True] if said else [])
+
+
 def test_weights_of_mit_are_taken_for_tops_where_no_config_says() -> None:
     theirs = Checkpoint(Path("x.pth"), {"state_dict": weights()})
     assert "mmdet3d takes for its centre" in notes_of(theirs, "mmdet3d")

@@ -39,6 +39,8 @@ def test_a_good_file(tmp_path: Path) -> None:
         ("backbone.conv1.weight", {"mmcv_version": "1.7.0"}, "mmcv"),
         ("backbone.conv1.weight", {"mmengine_version": "0.10.7"}, "mmengine"),
         ("backbone.conv1.weight", {}, "unknown"),
+        ("layers.0.blocks.0.attn.qkv.weight", {}, "swin_backbone"),
+        ("backbone.stages.0.blocks.0.attn.w_msa.qkv.weight", {"mmcv_version": "1.7.0"}, "mmdet_backbone"),
         ("heads.object.shared_conv.weight", {"format": "bevctl"}, "bevctl"),
     ],
 )
