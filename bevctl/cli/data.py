@@ -192,8 +192,10 @@ def check(console: Console, info_file: Path | None, root: Path | None) -> ExitCo
     """
     from bevctl.data.check import check_info, find_info_files
 
+    if info_file is not None and info_file.is_dir():
+        info_file, root = None, root or info_file
     if info_file is None and root is None:
-        raise BevctlError("Nothing to check.", "Give an info file, or a data set folder with --root.")
+        raise BevctlError("Nothing to check.", "Give an info file, or a data set folder.")
     checked: list[CheckedInfo] = []
     broken: list[tuple[Path, BevctlError]] = []
     paths = [info_file] if info_file is not None else find_info_files(Path(root or "."))

@@ -100,9 +100,11 @@ def read_gt_database(path: Path) -> GtDatabase:
             "Make it: `bevctl data prepare --gt-database …`; or set data.paste to null.",
         ) from None
     except (OSError, ValueError, KeyError, IndexError, zipfile.BadZipFile) as error:
+        foreign = not isinstance(error, OSError) and not zipfile.is_zipfile(path)
+        reason = "it is no .npz file" if foreign else str(error)
         raise BevctlError(
-            f"The object database {path} cannot be read: {error!s:.200}.",
-            "Make it again: `bevctl data prepare --gt-database …`.",
+            f"The object database {path} cannot be read: {reason:.200}.",
+            "Make it again: `bevctl data prepare --gt-database …`; those of mmdet3d (dbinfos) are not read.",
         ) from None
     return GtDatabase(names, boxes, starts, counts, rows)
 

@@ -55,6 +55,7 @@ def test_synth_checks_its_options(tmp_path: Path, invoke: Invoke) -> None:
 def test_check_of_a_folder(root: Path, invoke: Invoke) -> None:
     outcome = invoke("data", "check", "--root", root)
     assert outcome.code == ExitCode.OK
+    assert invoke("data", "check", root).out == outcome.out
     for word in ("synth_infos_train.pkl", "synth_infos_val.pkl", "mmdet3d-1.1", "v1.0-mini"):
         assert word in outcome.out
 

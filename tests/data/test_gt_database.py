@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -123,6 +124,14 @@ def test_a_damaged_database_is_named(tmp_path: Path, database: GtDatabase, broke
         read_gt_database(tmp_path / "gt.npz")
     assert caught.value.code == ExitCode.USAGE
     assert "data prepare --gt-database" in caught.value.hint
+
+
+def test_a_database_of_mmdet3d_is_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "nuscenes_dbinfos_train.pkl"
+    path.write_bytes(pickle.dumps({"car": [{"name": "car", "path": "car_0.bin"}]}))
+    with pytest.raises(BevctlError, match=r"nuscenes_dbinfos_train\.pkl cannot be read: it is no \.npz file") as caught:
+        read_gt_database(path)
+    assert "dbinfos" in caught.value.hint
 
 
 def test_objects_of_the_synthetic_set_hold_the_points_that_lie_on_them(synth_root: Path, tmp_path: Path) -> None:
