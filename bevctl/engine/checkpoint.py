@@ -1,4 +1,4 @@
-"""Checkpoint files: writing them all or nothing, keeping the right ones, and loading weights from anybody's.
+"""Checkpoint files: writing them all or nothing, finding the newest, and loading weights from anybody's.
 
 A checkpoint is a dict that torch.load(weights_only=True) reads: `state_dict`, `optimizer`, `meta` (epoch, iter,
 version, config, setting, skipped_steps), `scaler`, `ema`, `rng` (one entry a rank), `data` (epoch, batch). The file's
@@ -8,11 +8,10 @@ zip records carry CRC-32 checksums, which `read_checkpoint` verifies.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -152,42 +151,6 @@ def _on_cpu(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_on_cpu(item) for item in value)
     return value
-
-
-@dataclass
-class Shelf:
-    """The checkpoints that a run wrote: the newest `keep` of them, and `latest`."""
-
-    work_dir: Path
-    keep: int
-    written: list[str] = field(default_factory=list)
-    """File names, oldest first. Only these are ever deleted: a user's own file in the folder stays."""
-
-    def put(self, name: str, content: Mapping[str, Any]) -> Path:
-        """Writes a checkpoint, points `latest` at it and deletes what is older than the newest `keep`."""
-        path = self.work_dir / name
-        write_checkpoint(path, content)
-        _point(self.work_dir / "latest", name)
-        self.written = [other for other in self.written if other != name] + [name]
-        for old in self.written[: -self.keep]:
-            (self.work_dir / old).unlink(missing_ok=True)
-        self.written = self.written[-self.keep :]
-        return path
-
-    def duplicate(self, name: str, other: str) -> None:
-        """Makes `other` a second name of the file `name`; it stays when `name` is deleted."""
-        with atomic_path(self.work_dir / other) as temporary:
-            try:
-                os.link(self.work_dir / name, temporary)
-            except OSError:
-                shutil.copyfile(self.work_dir / name, temporary)
-
-
-def _point(link: Path, name: str) -> None:
-    temporary = link.with_name(f".{link.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(name)
-    os.replace(temporary, link)
 
 
 def newest_checkpoints(work_dir: Path) -> list[Path]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from bevctl.console import Console, Progress, strict_json
-from bevctl.engine.checkpoint import Shelf
 from bevctl.engine.checkpoint_writer import CheckpointWriter
 from bevctl.engine.dist import World, on_main
 from bevctl.engine.incident_keeper import IncidentKeeper, Witness
@@ -19,6 +18,7 @@ from bevctl.engine.nonfinite import Nonfinite
 from bevctl.engine.precision import MatmulCounter, Precision, precision_sentence
 from bevctl.engine.recorder import RingEntry, StepOutcome
 from bevctl.engine.resume import TrainState, snapshot
+from bevctl.engine.shelf import Shelf
 from bevctl.engine.tensorboard import EventFiles
 from bevctl.errors import BevctlError
 from bevctl.files import atomic_write_text

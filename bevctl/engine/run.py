@@ -21,7 +21,7 @@ from bevctl.config.schema import Config
 from bevctl.console import Console
 from bevctl.data.split import open_split
 from bevctl.engine.acceleration import accelerate
-from bevctl.engine.checkpoint import FORMAT, Checkpoint, Shelf, load_state, read_checkpoint
+from bevctl.engine.checkpoint import FORMAT, Checkpoint, load_state, read_checkpoint
 from bevctl.engine.class_order import check_class_order
 from bevctl.engine.data_parallel import data_parallel
 from bevctl.engine.determinism import algorithms
@@ -34,6 +34,7 @@ from bevctl.engine.nonfinite import Classifier
 from bevctl.engine.parts import Parts, build_parts, device_name
 from bevctl.engine.recorder import Recorder
 from bevctl.engine.resume import Resumed, random_state_kept, restore
+from bevctl.engine.shelf import Shelf
 from bevctl.engine.signals import StopRequest
 from bevctl.engine.step import TrainStep
 from bevctl.engine.tensorboard import EventFiles, summary_writer

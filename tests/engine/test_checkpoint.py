@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from bevctl.engine.checkpoint import Shelf, load_weights, newest_checkpoints, read_checkpoint, write_checkpoint
+from bevctl.engine.checkpoint import load_weights, newest_checkpoints, read_checkpoint, write_checkpoint
+from bevctl.engine.shelf import Shelf
 from bevctl.errors import BevctlError, ExitCode
 
 

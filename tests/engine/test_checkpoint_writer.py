@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bevctl.engine.checkpoint import Shelf, read_checkpoint
+from bevctl.engine.checkpoint import read_checkpoint
 from bevctl.engine.checkpoint_writer import CheckpointWriter
+from bevctl.engine.shelf import Shelf
 from bevctl.errors import BevctlError, ExitCode
 
 from .fakes import Bench, point_config
