@@ -136,7 +136,8 @@ def files_open(context: Context, plan: Plan) -> Outcome:
             problems.extend(found)
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        return failed(f"{'; '.join(problems[:3])}{more}", "`bevctl data check` lists every file that is missing.")
+        fix = "`bevctl data check` counts the files that are missing or cut short, by sensor."
+        return failed(f"{'; '.join(problems[:3])}{more}", fix)
     return passed(f"{opened} files of {SAMPLES} samples a split opened")
 
 
