@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ from bevctl.evaluate.canvas import (
     font,
     new_panel,
 )
-from bevctl.evaluate.draw_bev import ERROR_COLORS, MAP_COLORS, draw_bev, draw_map, draw_map_errors
+from bevctl.evaluate.draw_bev import ERROR_COLORS, MAP_COLORS, Ground, draw_bev, draw_map, draw_map_errors
 from bevctl.evaluate.draw_camera import DrawnBoxes, View, draw_camera
 from bevctl.evaluate.legend import LegendRow
 
@@ -37,11 +38,11 @@ NEAR_REACH = 25.0
 
 @dataclass(frozen=True)
 class DrawnMap:
-    """Map layers to draw: (K, X, Y) values, painted from 0.5."""
+    """A predicted map, and the true one where there is one."""
 
-    names: tuple[str, ...]
-    prediction: NDArray[np.floating]
-    truth: NDArray[np.floating] | None
+    prediction: Ground
+    truth: NDArray[np.integer | np.floating] | None
+    """(K, X, Y) 0/1 of the same cells and classes."""
 
 
 def draw_sample(
@@ -59,7 +60,7 @@ def draw_sample(
     `views` by camera name (a missing one is left grey), `points` (P, ≥ 3) in the LiDAR frame, `reach` half the side of
     the view from above in m. Without `bev_map` a close-up takes the map's place. Nothing passed in is changed.
     """
-    map_names = bev_map.names if bev_map else ()
+    map_names = bev_map.prediction.names if bev_map else ()
     top = TITLE_HEIGHT + 2 * (_CAMERA[1] + GAP)
     picture = Image.new("RGB", (WIDTH, top + BEV_SIDE + 2 * GAP + _legend_height(map_names)), PAPER)
     picture.paste(title_bar(title), (0, 0))
@@ -89,9 +90,10 @@ def _right_panel(
         return draw_bev(points, predictions, truth, BEV_SIDE, NEAR_REACH, f"close-up, ±{NEAR_REACH:g} m")
     panel = Image.new("RGB", (BEV_SIDE, BEV_SIDE), PAPER)
     side = (BEV_SIDE - GAP) // 2
-    panel.paste(draw_map(bev_map.prediction, bev_map.names, side, "map, predicted"), (0, 0))
+    panel.paste(draw_map(bev_map.prediction, side, "map, predicted"), (0, 0))
     if bev_map.truth is not None:
-        panel.paste(draw_map(bev_map.truth, bev_map.names, side, "map, ground truth"), (side + GAP, 0))
+        truth_map = dataclasses.replace(bev_map.prediction, layers=bev_map.truth)
+        panel.paste(draw_map(truth_map, side, "map, ground truth"), (side + GAP, 0))
         errors = draw_map_errors(bev_map.prediction, bev_map.truth, side, "map, errors")
         panel.paste(errors, (side + GAP, side + GAP))
     near = draw_bev(points, predictions, truth, side, NEAR_REACH, f"close-up, ±{NEAR_REACH:g} m")

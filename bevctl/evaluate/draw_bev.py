@@ -59,6 +59,11 @@ class Ground:
     """Lower end, upper end and cell in x, m."""
     ybound: tuple[float, float, float]
 
+    @property
+    def reach(self) -> float:
+        """How far it reaches from the LiDAR along x or y, m."""
+        return max(map(abs, (*self.xbound[:2], *self.ybound[:2])))
+
 
 class Plane:
     """From metres in the LiDAR frame to pixels of an enlarged square panel: x to the right, y (forward) upwards."""
@@ -101,7 +106,7 @@ def draw_bev(
     plane = Plane(side, reach)
     panel = new_panel(side, side)
     if ground is not None:
-        panel.paste(_paint_ground(plane, ground))
+        panel.paste(_laid_out(_painted(ground.layers, ground.names), ground, plane))
     _draw_points(panel, plane, points)
     layer = Image.new("RGBA", panel.size, (255, 255, 255, 0))
     draw = ImageDraw.Draw(layer)
@@ -127,9 +132,8 @@ def _inside(boxes: DrawnBoxes, reach: float) -> NDArray[np.intp]:
     return np.flatnonzero((np.abs(boxes.boxes[:, :2]) < reach).all(axis=1))
 
 
-def _paint_ground(plane: Plane, ground: Ground) -> Image.Image:
-    """The map's colour at each pixel of the panel; white beyond it."""
-    painted = _painted(ground.layers, ground.names)
+def _laid_out(painted: NDArray[np.uint8], ground: Ground, plane: Plane) -> Image.Image:
+    """(X, Y, 3) colours of the cells of `ground` at each pixel of the panel; white beyond them."""
     middles = (np.arange(plane.side) + 0.5) / plane.scale - plane.reach
     x, y = (np.floor((middles - low) / cell).astype(np.int64) for low, _, cell in (ground.xbound, ground.ybound))
     x, y = x[None, :], y[::-1, None]
@@ -250,9 +254,9 @@ def _around(area: Box, width: float, height: float) -> list[tuple[float, float]]
     ]
 
 
-def draw_map(layers: NDArray[np.floating], names: Sequence[str], side: int, title: str) -> Image.Image:
-    """Map classes (K, X, Y), a cell painted where its value is at least 0.5, seen as in `draw_bev`."""
-    return _map_panel(_painted(layers, names), side, title)
+def draw_map(ground: Ground, side: int, title: str) -> Image.Image:
+    """Map classes, a cell painted where its value is at least 0.5, seen as in `draw_bev`."""
+    return _map_panel(_painted(ground.layers, ground.names), ground, side, title)
 
 
 def _painted(layers: NDArray[np.integer | np.floating], names: Sequence[str]) -> NDArray[np.uint8]:
@@ -264,23 +268,21 @@ def _painted(layers: NDArray[np.integer | np.floating], names: Sequence[str]) ->
     return painted
 
 
-def draw_map_errors(
-    prediction: NDArray[np.floating], truth: NDArray[np.floating], side: int, title: str
-) -> Image.Image:
-    """Where (K, X, Y) maps differ in any class: missed cells over wrong ones over those that agree."""
-    seen, real = prediction >= 0.5, truth >= 0.5
+def draw_map_errors(prediction: Ground, truth: NDArray[np.integer | np.floating], side: int, title: str) -> Image.Image:
+    """Where a predicted map and the true layers (K, X, Y) differ in any class: missed cells over wrong ones over those
+    that agree."""
+    seen, real = prediction.layers >= 0.5, truth >= 0.5
     painted = np.full((*truth.shape[1:], 3), 255, dtype=np.uint8)
     for color, cells in zip(ERROR_COLORS.values(), (seen & real, seen & ~real, real & ~seen), strict=True):
         painted[cells.any(axis=0)] = color
-    return _map_panel(painted, side, title)
+    return _map_panel(painted, prediction, side, title)
 
 
-def _map_panel(painted: NDArray[np.uint8], side: int, title: str) -> Image.Image:
-    """(X, Y, 3) colours as a square with x to the right and y upwards."""
-    upright = np.ascontiguousarray(painted.transpose(1, 0, 2)[::-1])
-    size = (side * SUPERSAMPLE, side * SUPERSAMPLE)
-    panel = Image.fromarray(upright).resize(size, Image.Resampling.NEAREST).convert("RGBA")
-    _draw_ego(ImageDraw.Draw(panel), Plane(side, 50.0))
+def _map_panel(painted: NDArray[np.uint8], ground: Ground, side: int, title: str) -> Image.Image:
+    """(X, Y, 3) colours of the cells of `ground`, with x to the right and y upwards."""
+    plane = Plane(side, ground.reach)
+    panel = _laid_out(painted, ground, plane).convert("RGBA")
+    _draw_ego(ImageDraw.Draw(panel), plane)
     Labels(panel, 14).place(title, [(8.0, 8.0)], INK, (255, 255, 255, 225))
     ImageDraw.Draw(panel).rectangle((0, 0, panel.width - 1, panel.height - 1), outline=_RING, width=SUPERSAMPLE)
     return finish(panel)

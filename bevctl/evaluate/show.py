@@ -18,6 +18,7 @@ from bevctl.data.index import SampleInfo, resolve
 from bevctl.data.sweeps import load_points
 from bevctl.errors import BevctlError
 from bevctl.evaluate.draw import DrawnMap, draw_sample
+from bevctl.evaluate.draw_bev import Ground
 from bevctl.evaluate.draw_camera import DrawnBoxes, View
 from bevctl.evaluate.results import Objects, SampleResult
 from bevctl.evaluate.run import Evaluation
@@ -68,11 +69,12 @@ def draw_result(
     """
     predictions = chosen_predictions(result.objects, config.data.classes, min_score)
     truth = _annotations(sample, config.data.classes)
-    bev_map = None
-    if result.bev_map is not None:
+    bev_map, head = None, config.model.map
+    if result.bev_map is not None and head is not None:
         cuts = [(thresholds or {}).get(name) or 0.5 for name in config.data.map_classes]
         painted = result.bev_map >= np.array(cuts)[:, None, None]
-        bev_map = DrawnMap(config.data.map_classes, painted.astype(np.float32), result.true_map)
+        ground = Ground(painted.astype(np.float32), config.data.map_classes, head.xbound, head.ybound)
+        bev_map = DrawnMap(ground, result.true_map)
     assert predictions.scores is not None
     lowest = min(min_score, *predictions.scores) if len(predictions) else min_score
     said = f"{len(predictions)} predictions with a score from {lowest:.2g}"

@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from bevctl.evaluate.canvas import SUPERSAMPLE, Labels, class_color, clip_polygon, clip_segment, new_panel
+from bevctl.evaluate.canvas import INK, SUPERSAMPLE, Labels, class_color, clip_polygon, clip_segment, new_panel
 from bevctl.evaluate.draw import WIDTH, DrawnMap, draw_sample
 from bevctl.evaluate.draw_bev import (
     ERROR_COLORS,
     MAP_COLORS,
+    Ground,
     Plane,
     draw_bev,
     draw_map,
@@ -27,6 +28,7 @@ NO_POINTS = np.zeros((0, 5), np.float32)
 FORWARD = np.array([[1.0, 0, 0, 0], [0, 0, -1, 0], [0, 1, 0, 0], [0, 0, 0, 1]])
 INTRINSICS = np.array([[400.0, 0, 320], [0, 400, 180], [0, 0, 1]])
 GREY = (90, 90, 90)
+TENS = (-50.0, 50.0, 10.0)
 
 
 def view() -> View:
@@ -127,7 +129,7 @@ def test_map_is_painted_with_thin_classes_on_top() -> None:
     layers = np.zeros((2, 10, 10))
     layers[0, 5:] = 1  # x > 0
     layers[1, 7, :] = 0.6
-    picture = draw_map(layers, ("drivable_area", "divider"), 100, "")
+    picture = draw_map(Ground(layers, ("drivable_area", "divider"), TENS, TENS), 100, "")
     assert is_near(picture.getpixel((95, 50)), MAP_COLORS["drivable_area"], 6)
     assert is_near(picture.getpixel((75, 30)), MAP_COLORS["divider"], 6)
     assert picture.getpixel((20, 50)) == (255, 255, 255)
@@ -137,17 +139,31 @@ def test_map_errors_tell_missed_from_wrong() -> None:
     truth, prediction = np.zeros((1, 10, 10)), np.zeros((1, 10, 10))
     truth[0, :5] = 1
     prediction[0, 3:8] = 1
-    picture = draw_map_errors(prediction, truth, 100, "")
+    picture = draw_map_errors(Ground(prediction, ("walkway",), TENS, TENS), truth, 100, "")
     assert is_near(picture.getpixel((15, 80)), ERROR_COLORS["map missed"], 6)
     assert is_near(picture.getpixel((40, 80)), ERROR_COLORS["map right"], 6)
     assert is_near(picture.getpixel((65, 80)), ERROR_COLORS["map wrong"], 6)
     assert picture.getpixel((90, 80)) == (255, 255, 255)
 
 
+def test_a_map_that_reaches_further_to_one_side_keeps_its_shape_and_the_car_its_place() -> None:
+    """x from -20 to 80 m, y from -10 to 10 m: the panel shows ± 80 m."""
+    layers = np.zeros((1, 10, 2))
+    layers[0, 5:] = 1  # x > 30
+    ground = Ground(layers, ("drivable_area",), (-20.0, 80.0, 10.0), (-10.0, 10.0, 10.0))
+    for picture in (draw_map(ground, 160, ""), draw_map_errors(ground, np.zeros_like(layers), 160, "")):
+        painted = np.asarray(picture).astype(int)
+        assert is_near(painted[80, 80], INK, 60)
+        inside, above, left = painted[85, 130], painted[65, 130], painted[85, 100]
+        assert not is_near(inside, (255, 255, 255), 10)
+        assert is_near(above, (255, 255, 255), 2)
+        assert is_near(left, (255, 255, 255), 2)
+
+
 def test_the_whole_picture_has_its_panels_and_takes_an_empty_scene() -> None:
-    maps = DrawnMap(("drivable_area",), np.ones((1, 20, 20)), None)
+    ground = Ground(np.ones((1, 20, 20)), ("drivable_area",), (-50.0, 50.0, 5.0), (-50.0, 50.0, 5.0))
     views = {"CAM_FRONT": view()}
-    for bev_map in (None, maps, DrawnMap(maps.names, maps.prediction, maps.prediction)):
+    for bev_map in (None, DrawnMap(ground, None), DrawnMap(ground, ground.layers)):
         picture = draw_sample("a sample", views, NO_POINTS, NOTHING, NOTHING, bev_map=bev_map)
         assert picture.mode == "RGB"
         assert picture.width == WIDTH
