@@ -78,6 +78,18 @@ def test_centres_are_offsets_from_the_querys_cell(head: TransFusionHead) -> None
     torch.testing.assert_close(outputs.codes[0, :, :2], expected)
 
 
+def test_every_cell_is_read_at_its_own_place(head: TransFusionHead) -> None:
+    """What the decoder layer gets of a map that is longer in y than in x: each cell's feature, and its centre."""
+    seen: list[Tensor] = []
+    head.decoder[0].register_forward_pre_hook(lambda _, arguments: seen.extend(arguments))
+    bev = torch.randn(1, 12, 6, 9)
+    head(bev)
+    _, _, cells, centres = seen
+    x, y = (centres[0] - 0.5).long().unbind(dim=1)
+    assert sorted(zip(x.tolist(), y.tolist(), strict=True)) == [(i, j) for i in range(6) for j in range(9)]
+    torch.testing.assert_close(cells[0], head.shared_conv(bev)[0, :, x, y].T)
+
+
 def test_perfect_predictions_cost_almost_nothing(head: TransFusionHead) -> None:
     boxes, labels = torch.stack([box(1, 1), box(-5, 3)]), torch.tensor([0, 4])
     outputs = outputs_at(boxes[None], labels[None])
