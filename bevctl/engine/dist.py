@@ -148,6 +148,15 @@ def on_main(world: World, work: Callable[[], _Result]) -> _Result:
     return result
 
 
+def any_rank(world: World, flag: bool) -> bool:
+    """Whether `flag` is set on some rank; the same answer on every rank."""
+    if world.size == 1:
+        return flag
+    flags: list[bool] = [False] * world.size
+    distributed.all_gather_object(flags, flag)
+    return any(flags)
+
+
 def broadcast_buffers(world: World, model: nn.Module) -> None:
     """Gives every rank the buffers of rank 0: training leaves each rank its own BatchNorm statistics."""
     if world.size > 1:
