@@ -104,7 +104,7 @@ def train_external(console: Console, request: ConfigRequest, asked: Asked, detac
     from bevctl.external.checkpoints import choose_resume
     from bevctl.external.run import ExternalRun, Policy
     from bevctl.preflight.start import check_context
-    from bevctl.runs.work_dir import check_unused
+    from bevctl.runs.work_dir import check_unused, claimed
 
     _refuse(request, asked)
     options: Mapping[str, Any] = click.get_current_context().meta.get(_GIVEN, {})
@@ -125,7 +125,8 @@ def train_external(console: Console, request: ConfigRequest, asked: Asked, detac
     console.info(
         f"{tree.kind.title} trains in {work_dir}; follow it with bevctl monitor {shlex.quote(str(work_dir))} --follow"
     )
-    result = ExternalRun(launch, Policy(options.get("max_restarts", 0)), console).run(resume)
+    with claimed(work_dir):
+        result = ExternalRun(launch, Policy(options.get("max_restarts", 0)), console).run(resume)
     if result.code == ExitCode.PREEMPTED:
         console.info("Continue with --resume auto.")
     status = {ExitCode.OK: "ok", ExitCode.PREEMPTED: "preempted"}.get(ExitCode(result.code), "stopped")

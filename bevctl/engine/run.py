@@ -44,7 +44,7 @@ from bevctl.errors import ExitCode
 from bevctl.evaluate.job import evaluate_split
 from bevctl.files import atomic_write_text
 from bevctl.runs.heartbeat import Heartbeat
-from bevctl.runs.work_dir import check_unused
+from bevctl.runs.work_dir import check_unused, claimed
 from bevctl.runs.writer import RunWriter, read_run
 
 MIN_RESUMED, MIN_LOADED = 0.9, 0.5
@@ -95,7 +95,9 @@ def train(
         checkpoint = read_resume(options.resume, work_dir, console.info if world.is_main else console.detail)
         parts = build_parts(settle(config, world, device) if settle is not None else config, world, device)
         resumed = _start_state(parts, checkpoint, options.min_loaded)
-        return _train(parts, options, work_dir, resumed, console, stop)
+        with contextlib.ExitStack() as held:
+            on_main(world, lambda: held.enter_context(claimed(work_dir)))
+            return _train(parts, options, work_dir, resumed, console, stop)
 
 
 def _check_start(config: Config, work_dir: Path, options: RunOptions) -> None:

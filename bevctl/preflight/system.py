@@ -15,6 +15,7 @@ from bevctl.preflight.checks import CheckSpec, Context, Outcome, failed, passed,
 from bevctl.preflight.gpu_selection import gpus_in_use
 from bevctl.preflight.host import cores, memory_available
 from bevctl.preflight.needs import NotKnown, checkpoint_bytes, sample_bytes
+from bevctl.runs.work_dir import is_used
 from bevctl.sizes import format_gb, format_gib
 
 _LOG_BYTES = 200_000_000
@@ -81,7 +82,7 @@ def writable(context: Context) -> Outcome:
             os.fsync(file.fileno())
     except OSError as error:
         return failed(f"{folder}: {error.strerror or error}", "Choose another --work-dir, or have it made writable.")
-    if folder == work_dir and context.resume is None and any(folder.iterdir()):
+    if folder == work_dir and context.resume is None and is_used(folder):
         return warned(
             f"{work_dir} can be written, but is not empty: bevctl train refuses it",
             "Continue that run with --resume auto, or choose another --work-dir.",
