@@ -26,11 +26,13 @@ def command(console: Console, id: str | None) -> None:
     entry = explain(id)
     console.result(f"{entry.id}: {entry.title}\n")
     for heading, text in (("Meaning", entry.meaning), ("How it is decided", entry.decided), ("What to do", entry.do)):
-        console.result(f"{heading}\n{_wrapped(text)}\n")
+        console.result(f"{heading}\n{_wrapped(text, console.width)}\n")
     console.document("explain", asdict(entry))
 
 
-def _wrapped(text: str) -> str:
+def _wrapped(text: str, width: int) -> str:
     import textwrap
 
-    return textwrap.fill(text, width=100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    return textwrap.fill(
+        text, width=min(width, 100), initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+    )

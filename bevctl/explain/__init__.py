@@ -40,5 +40,8 @@ def explain(id: str) -> Explanation:
     """The explanation of an id, in any case. Raises BevctlError with the nearest id."""
     known = explanations()
     if id.upper() not in known:
-        raise BevctlError(f"No finding {id!r}.", did_you_mean(id.upper(), known))
+        close = did_you_mean(id.upper(), known)
+        raise BevctlError(
+            f"No finding {id!r}.", close if close.startswith("Did") else "`bevctl explain` lists them all."
+        )
     return known[id.upper()]

@@ -39,3 +39,7 @@ def test_an_unknown_id_gets_the_nearest(invoke: Invoke) -> None:
     outcome = invoke("explain", "FILE05")
     assert outcome.code == ExitCode.USAGE
     assert "FILE005" in outcome.err
+
+
+def test_nothing_near_an_id_is_answered_with_the_way_to_the_list(invoke: Invoke) -> None:
+    assert invoke("explain", "QQQ").err == "error: No finding 'QQQ'.\n  `bevctl explain` lists them all.\n"
