@@ -33,7 +33,7 @@ def find_checkpoint(name: str, work_dir: Path, otherwise: str = _NAME_ONE) -> Pa
             return path
     known = [path.name for path in newest_checkpoints(work_dir)] if work_dir.is_dir() else []
     raise BevctlError(
-        f"There is no checkpoint {name}, neither as a path nor in {work_dir}.",
+        f"There is no checkpoint {name}" + ("." if work_dir == Path() else f", neither as a path nor in {work_dir}."),
         did_you_mean(name, known) if known else otherwise,
     )
 
