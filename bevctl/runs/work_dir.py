@@ -62,10 +62,13 @@ def claimed(work_dir: Path) -> Iterator[None]:
 
 
 def _locked(file: TextIO) -> bool:
-    """Whether this process holds the lock of `file` now, or no process can."""
+    """Whether this process holds the lock of `file` now, or no process can.
+
+    A lock that loading processes do not inherit, as they live on for seconds when the run is killed.
+    """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # which of the two, POSIX leaves to the system
         return False
     except OSError:
         return True  # of a file system without locks

@@ -35,8 +35,10 @@ def test_a_file_is_no_work_dir(tmp_path: Path, look: object) -> None:
 
 def test_one_process_trains_in_a_folder(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from bevctl.runs.work_dir import claimed\n"
-        "with claimed(Path(sys.argv[1])): print('held', flush=True); input()"
+        "import os, sys, time; from pathlib import Path; from bevctl.runs.work_dir import claimed\n"
+        "with claimed(Path(sys.argv[1])):\n"
+        "    if os.fork() == 0: time.sleep(5); os._exit(0)\n"
+        "    print('held', flush=True); input()"
     )
     command = [sys.executable, "-c", script, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
@@ -46,7 +48,7 @@ def test_one_process_trains_in_a_folder(tmp_path: Path) -> None:
             pytest.fail("two processes hold one folder")
         other.kill()
         other.wait()
-    with claimed(tmp_path):
+    with claimed(tmp_path):  # a loading process of the one that was killed lives on
         (tmp_path / "log.txt").touch()
     assert sorted(os.listdir(tmp_path)) == [LOCK, "log.txt"]
 
@@ -55,6 +57,6 @@ def test_a_file_system_without_locks_trains_all_the_same(tmp_path: Path, monkeyp
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "flock", unsupported)
+    monkeypatch.setattr(fcntl, "lockf", unsupported)
     with claimed(tmp_path):
         (tmp_path / "log.txt").touch()
