@@ -174,9 +174,9 @@ def test_a_fault_that_does_not_come_again(invoke: Invoke, data: Path, monkeypatc
     assert _cures(finding) == []
 
 
-def test_a_sample_with_an_infinite_box(invoke: Invoke, tmp_path: Path) -> None:
+def test_a_sample_with_an_infinite_box(invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = faults.write_data(tmp_path / "data", samples=4)
-    faults.spoil_box(data, 2, float("inf"))
+    faults.spoil_box(data, 2, float("inf"), monkeypatch)
     config = faults.write_config(data, Path("c.yaml"))
     _train(invoke, config, "--max-iters", "2")
     finding = _replay(invoke, "--write-fix", "fix.yaml")["findings"][0]
@@ -187,9 +187,11 @@ def test_a_sample_with_an_infinite_box(invoke: Invoke, tmp_path: Path) -> None:
     assert _train(invoke, config, "--resume", "auto", "--set", "fix.yaml").code == ExitCode.OK
 
 
-def test_a_sample_whose_box_has_a_negative_length(invoke: Invoke, tmp_path: Path) -> None:
+def test_a_sample_whose_box_has_a_negative_length(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = faults.write_data(tmp_path / "data", samples=4)
-    faults.spoil_box(data, 2, -1.0)
+    faults.spoil_box(data, 2, -1.0, monkeypatch)
     config = faults.write_config(data, Path("c.yaml"))
     _train(invoke, config, "--max-iters", "2")
     finding = _replay(invoke)["findings"][0]
