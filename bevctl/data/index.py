@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,23 +17,12 @@ from bevctl.data.conventions import detect_convention, to_lwh
 from bevctl.data.info import IGNORED, CameraInfo, CameraSweeps, InfoFile, SampleInfo, SweepInfo
 from bevctl.data.unpickle import load_pickle
 from bevctl.errors import BevctlError, ExitCode
+from bevctl.garbage import no_collection
 
 __all__ = ["IGNORED", "CameraInfo", "InfoFile", "SampleInfo", "SweepInfo", "locate", "read_info", "resolve"]
 
 
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """No garbage is looked for inside. Reading makes millions of values and no garbage: it would take as long again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_no_collection()
+@no_collection()
 def read_info(path: str | Path, box_convention: str = "auto") -> InfoFile:
     """Everything in an info file of mmdet3d (0.x, 1.0, 1.1 and newer), mit-bevfusion or PETR.
 

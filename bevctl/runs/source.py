@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from bevctl.errors import BevctlError
+from bevctl.garbage import no_collection
 from bevctl.runs.collect import Collector
 from bevctl.runs.folder import OWN_EVENTS, OWN_LOG, OWN_RECORD, TENSORBOARD, Logs, candidates, detect_file, find_logs
 from bevctl.runs.lines import LineFile
@@ -51,7 +49,7 @@ class Source:
             BevctlError: a file cannot be read.
         """
         try:
-            with _without_garbage_collection():
+            with no_collection():
                 return self._read(Window(since, until))
         except OSError as error:
             self._readings.clear()
@@ -143,18 +141,6 @@ class Source:
         failures = [event for event in captured.events if event.kind == FAILURE and event.message not in known]
         if failures:
             log.events = sorted(log.events + failures, key=lambda event: math.inf if event.time is None else event.time)
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Reading makes very many objects and no cycles, which the collector would look for again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def open_source(path: str | Path) -> Source:
