@@ -167,13 +167,20 @@ def plot(runs: Sequence[Run], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def write(options: argparse.Namespace, runs: Sequence[Run], differences: Sequence[Difference]) -> None:
-    document = {
+def circumstances(options: argparse.Namespace) -> dict[str, object]:
+    """With what a study was made, for its document."""
+    return {
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "python": sys.version.split()[0],
         "config": options.config,
         "set": options.set,
+    }
+
+
+def write(options: argparse.Namespace, runs: Sequence[Run], differences: Sequence[Difference]) -> None:
+    document = {
+        **circumstances(options),
         "epochs": options.epochs,
         "scenes": [options.train_scenes, options.val_scenes],
         "lidar_beams": options.lidar_beams,

@@ -8,7 +8,6 @@ wherever they are. Writes `results.json` (every loss, mean losses over windows o
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import shlex
 import signal
@@ -23,7 +22,7 @@ from pathlib import Path
 
 from bevctl.errors import ExitCode
 from bevctl.files import atomic_write_text
-from tests.bench.bench_convergence import ARMS, BASELINE, PRECISIONS, Run, plot, read
+from tests.bench.bench_convergence import ARMS, BASELINE, PRECISIONS, Run, circumstances, plot, read
 
 ENDING_S = 120
 """Time to write a checkpoint in after the signal."""
@@ -85,11 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ThreadPoolExecutor(len(options.arms)) as pool:
         runs = list(pool.map(lambda arm: train(arm, options), options.arms))
     document = {
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "python": sys.version.split()[0],
-        "config": options.config,
-        "set": options.set,
+        **circumstances(options),
         "minutes": options.minutes,
         "window": WINDOW,
         "means": {run.arm: windows(run) for run in runs},
