@@ -138,8 +138,9 @@ class ImagePositions(nn.Module):
         return values.flatten(1, 3), keys.flatten(1, 3)
 
     def _embedded(self, encoder: nn.Module, *inputs: Tensor) -> Tensor:
-        embedded: Tensor = recompute(encoder, *inputs, enabled=self.checkpointing, random=False)
-        return embedded
+        # Sample by sample: the hidden features, wide and in float32, are the largest tensors after the backbone's.
+        samples = zip(*(x.split(1) for x in inputs), strict=True)
+        return torch.cat([recompute(encoder, *x, enabled=self.checkpointing, random=False) for x in samples])
 
     def _places(self, shape: Sequence[int], padding: Tensor | None, device: torch.device) -> Tensor:
         """(B or 1, V, h, w, 3 · C / 2) sine embedding of each feature's view, row and column.

@@ -131,6 +131,13 @@ def _conv_gradients(
     return x_grad, weight_grad
 
 
+def _summed_product(chain: Tensor | None, rows: Tensor, weight: Tensor, like: Tensor) -> Tensor:
+    """chain + rows · weight, written over `chain` where there is one; a map as large as `like`."""
+    product = rows @ weight if chain is None else _rows(_channels_last(chain)).addmm_(rows, weight)
+    batch, channels, height, width = like.shape
+    return product.view(batch, height, width, channels).permute(0, 3, 1, 2)
+
+
 class _ShiftedReluConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, shift: Tensor, stride: int) -> Tensor:
@@ -193,17 +200,17 @@ class _Aggregation(torch.autograd.Function):
             # As many products as parts, instead of the concatenated map once more.
             last = torch.cat([rows.T @ _rows(part) for part in parts], dim=1)
             weight_grads[-1] = last[:, :, None, None]
-        batch, _, height, width = before.shape
-        together = (rows @ weights[-1].flatten(1)).view(batch, height, width, -1).permute(0, 3, 1, 2)
-        del before, rows
+        # Products one by one too: the gradient of the concatenated map would be the largest tensor of a step.
+        pieces = weights[-1].flatten(1).split([part.shape[1] for part in parts], dim=1)
         chain: Tensor | None = None
-        pieces = together.split([part.shape[1] for part in parts], dim=1)
         for place in reversed(range(count - 1)):
-            before, shift_grads[place] = kernels.masked(pieces[place + 1], parts[place + 1], added=chain)
+            part_grad = _summed_product(chain, rows, pieces[place + 1], parts[place + 1])
+            before, shift_grads[place] = kernels.masked(part_grad, parts[place + 1])
+            del part_grad
             wanted = (place > 0 or needed[0], needed[1 + place])
             chain, weight_grads[place] = _conv_gradients(before, parts[place], weights[place], 1, wanted)
-        x_grad = pieces[0] if chain is None else pieces[0] + chain
-        return x_grad if needed[0] else None, *weight_grads, *shift_grads
+        x_grad = _summed_product(chain, rows, pieces[0], parts[0]) if needed[0] else None
+        return x_grad, *weight_grads, *shift_grads
 
 
 class _Gated(torch.autograd.Function):

@@ -17,8 +17,7 @@ from typing import cast
 import torch
 
 from bevctl.config.load import load
-from bevctl.config.schema import Config, ModelConfig
-from bevctl.engine import acceleration
+from bevctl.config.schema import Config
 from bevctl.measure.bench import bench
 from bevctl.measure.bench_inputs import Inputs
 from bevctl.measure.bench_report import Report, Result
@@ -102,16 +101,6 @@ def settled_scale(config: Config, steps: int, device: torch.device) -> float:
     return float(step.state.scaler.value)
 
 
-def record_heads_too() -> None:
-    """Heads run as CUDA graphs, which no config asks for."""
-    known = acceleration.static_parts
-
-    def with_heads(model: ModelConfig, for_compiler: bool = False) -> list[str]:
-        return list(dict.fromkeys([*known(model, for_compiler), "heads.object", "heads.map"]))
-
-    acceleration.static_parts = with_heads
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="petrv2")
@@ -120,13 +109,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--no-checkpointing", action="store_true", help="only without")
     parser.add_argument("--no-graphs", action="store_true", help="without CUDA graphs")
-    parser.add_argument("--record-heads", action="store_true", help="CUDA graphs of the heads as well")
     parser.add_argument("--scale-steps", type=int, default=150, help="0 for none")
     parser.add_argument("--device", default="cuda", help="cpu only shows that this runs")
     options = parser.parse_args()
     device, failures = torch.device(options.device), []
-    if options.record_heads:
-        record_heads_too()
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}, {options.config}, {options.steps} steps each")
     for batch in options.batches:

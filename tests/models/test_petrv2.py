@@ -124,11 +124,14 @@ def test_recomputing_changes_nothing() -> None:
         torch.testing.assert_close(recomputed, plain, rtol=1e-4, atol=1e-6)
 
 
-def test_static_parts_are_those_of_the_image_branch() -> None:
+def test_static_parts_are_all_modules_with_weights() -> None:
     config = nano_petrv2_config()
-    names = set(static_parts(config.model))
-    assert names == {f"encoders.camera.{part}" for part in ("backbone", "neck", "position")}
-    assert names <= dict(build_model(config).named_modules()).keys()
+    parts = {f"encoders.camera.{part}" for part in ("backbone", "neck", "position")}
+    heads = {"heads.object", "heads.map"}
+    assert set(static_parts(config.model)) == parts | heads
+    assert parts | heads <= dict(build_model(config).named_modules()).keys()
+    recomputed = nano_petrv2_config(**{"model.checkpointing": ("camera", "decoder")})
+    assert set(static_parts(recomputed.model)) == parts  # random states of the decoder's dropout are put back
 
 
 def test_frozen_modules_do_not_learn() -> None:

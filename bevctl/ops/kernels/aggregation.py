@@ -57,17 +57,15 @@ def _activate_kernel(
 
 @sized("per_sample")
 def _mask_kernel(
-    grad, added, mean_grad, kept, out, sums, per_sample,
-    C: tl.constexpr, STRIDE: tl.constexpr, ADDED: tl.constexpr, MEAN: tl.constexpr,
+    grad, mean_grad, kept, out, sums, per_sample,
+    C: tl.constexpr, MEAN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(tl.program_id(1) * ROWS, per_sample, tl.num_programs(1) * ROWS):
         row, channel, valid = _tile(first, per_sample, C, ROWS, COLUMNS)
         place = row[:, None] * C + channel[None, :]
-        value = tl.load(grad + row[:, None] * STRIDE + channel[None, :], mask=valid, other=0.0).to(tl.float32)
-        if ADDED:
-            value += tl.load(added + place, mask=valid, other=0.0).to(tl.float32)
+        value = tl.load(grad + place, mask=valid, other=0.0).to(tl.float32)
         if MEAN:
             everywhere = tl.load(mean_grad + tl.program_id(2) * C + channel, mask=channel < C, other=0.0)
             value += everywhere[None, :] / per_sample
@@ -125,15 +123,12 @@ def activate_and_average(values: Tensor, shift: Tensor) -> Tensor:
     return sums.sum(1) / max(per_sample, 1)
 
 
-def masked(
-    grad: Tensor, kept: Tensor, added: Tensor | None = None, mean_grad: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """(grad + added + mean_grad / (H · W)) where `kept` > 0, and its sum over all positions.
+def masked(grad: Tensor, kept: Tensor, mean_grad: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(grad + mean_grad / (H · W)) where `kept` > 0, and its sum over all positions.
 
     Args:
-        grad: (B, C, H, W), a slice of the channels of a dense channels-last map.
+        grad: (B, C, H, W), dense and channels-last.
         kept: (B, C, H, W) result of the ReLU, dense and channels-last.
-        added: as `kept`.
         mean_grad: (B, C) float32 gradient of the means.
 
     Returns:
@@ -142,9 +137,8 @@ def masked(
     grid, per_sample, sizes = _plan(kept)
     out, sums = torch.empty_like(kept), _sums(kept, grid)
     launch(
-        _mask_kernel, grid, grad, kept if added is None else added, sums if mean_grad is None else mean_grad, kept,
-        out, sums, per_sample,
-        STRIDE=_row_stride(grad), ADDED=added is not None, MEAN=mean_grad is not None, **sizes,
+        _mask_kernel, grid, grad, sums if mean_grad is None else mean_grad, kept, out, sums, per_sample,
+        MEAN=mean_grad is not None, **sizes,
     )  # fmt: skip
     return out, sums.sum((0, 1))
 
