@@ -33,31 +33,37 @@ class Ceiling:
         return f"Half precision can give at most {self.most:.2f} × here, because {self.because}"
 
 
-def ceiling(half: StepProfile, single: StepProfile, rate: float) -> Ceiling:
+def ceiling(half: StepProfile, single: StepProfile, rate: float, tf32_rate: float = 1.0) -> Ceiling:
     """What half precision can give at most.
 
-    Products become `rate` times as fast and everything else in the model moves half the bytes; the wait for data, the
-    time without any operation and the optimizer stay as they are.
+    Products become as much faster as half precision multiplies faster than what they ran in, and everything else in
+    the model moves half the bytes; the wait for data, the time without any operation and the optimizer stay as they
+    are.
 
     Args:
         rate: arithmetic a second in half precision over that in FP32, measured.
+        tf32_rate: the same over that in TF32, in which PyTorch convolves FP32 where it can.
     """
     waiting = single.data_wait or 0.0
     fixed = waiting + single.idle + single.optimizer
-    rest = max(single.iteration - fixed - single.products, 0.0)
-    most = single.iteration / (fixed + single.products / max(rate, 1.0) + rest / 2)
+    in_tf32 = single.kernels.tf32_products if single.kernels is not None else 0.0
+    in_fp32 = max(single.products - in_tf32, 0.0)
+    rest = max(single.iteration - fixed - in_fp32 - in_tf32, 0.0)
+    most = single.iteration / (fixed + in_fp32 / max(rate, 1.0) + in_tf32 / max(tf32_rate, 1.0) + rest / 2)
     shares = {
         "waits for data": waiting,
         "is time without any operation": single.idle,
         "is the optimizer": single.optimizer,
         "is not matrix arithmetic, and gains twice at most": rest,
-        f"is matrix arithmetic, {rate:.1f} × as fast in half precision": single.products,
+        f"is matrix arithmetic in TF32, {tf32_rate:.1f} × as fast in half precision": in_tf32,
+        f"is matrix arithmetic in FP32, {rate:.1f} × as fast in half precision": in_fp32,
     }
     told = [f"{seconds / single.iteration:.0%} of the FP32 iteration {name}" for name, seconds in shares.items()]
     kept = [
         sentence for sentence, seconds in zip(told, shares.values(), strict=True) if seconds > 0.03 * single.iteration
     ]
-    return Ceiling(most, single.iteration / half.iteration, ", ".join(kept))
+    reached = single.iteration / half.iteration
+    return Ceiling(max(most, reached), reached, ", ".join(kept))  # it gives at least what it gave
 
 
 def verdict(found: Sequence[Cause], limit: Ceiling) -> DiagnoseFinding:
@@ -88,10 +94,9 @@ def tables(half: StepProfile) -> list[Table]:
     formats = [("in half precision", half.census.total("half_flops") / flops)]
     formats += [(f"eligible, {why}", count / flops) for why, count in whys.items()]
     formats += [("convolutions whose channels are not last", planar / flops)]
-    if half.kernels is not None and half.products:
-        formats.append(
-            ("kernels of products in half precision, of their time", half.kernels.half_products / half.products)
-        )
+    libraries = 0.0 if half.kernels is None else half.kernels.products - half.kernels.own_products
+    if half.kernels is not None and libraries > 0:
+        formats.append(("time of cuBLAS and cuDNN in half precision", half.kernels.half_products / libraries))
     return [
         Table("split", f"A step in {half.precision.upper()}, batch {half.batch}", ("what", "ms", "share"), rows),
         Table("formats", "Arithmetic (products, convolutions, attention)", ("what", "share"), formats),

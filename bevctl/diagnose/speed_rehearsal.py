@@ -61,10 +61,9 @@ def rehearse_speed(request: DiagnoseRequest, subject: Subject, steps: int) -> Re
         request.say(f"Profiling {steps} steps in {name.upper()}")
         profiles[name] = _profile(config, name, device, batches, steps, request.say)
     throttled = list(held_back(to_dict(config))) if device.type == "cuda" else []
-    base = "tf32" if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) else "fp32"
-    rate = matmul_rate(half, device) / matmul_rate(base, device)
+    rate, tf32_rate = (matmul_rate(half, device) / matmul_rate(base, device) for base in ("fp32", "tf32"))
     found = speed_causes.causes(profiles[asked], profiles["fp32"])
-    limit = speed_ceiling.ceiling(profiles[half], profiles["fp32"], rate)
+    limit = speed_ceiling.ceiling(profiles[half], profiles["fp32"], rate, tf32_rate)
     request.say("Trying remedies")
     before, tried = speed_trials.try_remedies(config, asked, device, steps, TRIALS_S, request.say)
     profile = profiles[asked]

@@ -17,6 +17,9 @@ _HALF_PRODUCT = re.compile(
     r"(?:f16f16|bf16bf16|flash_fwd|flash_bwd|fmha|hmma|hshhs|hhs)",
     re.IGNORECASE,
 )
+_TF32_PRODUCT = re.compile(r"tf32", re.IGNORECASE)
+_OWN_PRODUCT = re.compile(r"^_(?:convolve|attention)")
+"""Of `bevctl.ops.kernels`."""
 _PRODUCT = re.compile(r"gemm|gemv|cutlass|cudnn|conv|wgrad|dgrad|fprop|fmha|flash|attention|_mm_|matmul", re.IGNORECASE)
 _COMMUNICATION = re.compile(r"nccl", re.IGNORECASE)
 _SHORT_GAP = 2e-6
@@ -50,6 +53,10 @@ class KernelRecord:
     """Kernels of matrix products, convolutions and attention."""
     half_products: float = 0.0
     """Of these, on tensor cores in half precision, by their names."""
+    tf32_products: float = 0.0
+    """Of `products`, on tensor cores in TF32, by their names."""
+    own_products: float = 0.0
+    """Of `products`, our own kernels, whose names do not say in what they multiply."""
     layout: float = 0.0
     """Kernels of cuDNN that only turn tensors for others: channels first to last and back."""
     to_device: float = 0.0
@@ -81,6 +88,8 @@ def summarise(spans: Sequence[Span], steps: int, seconds: float) -> KernelRecord
         elif _PRODUCT.search(span.name):
             record.products += share
             record.half_products += share if _HALF_PRODUCT.search(span.name) else 0.0
+            record.tf32_products += share if _TF32_PRODUCT.search(span.name) else 0.0
+            record.own_products += share if _OWN_PRODUCT.search(span.name) else 0.0
         record.communication += share if _COMMUNICATION.search(span.name) else 0.0
         record.to_device += share if span.kind == COPY and "HtoD" in span.name else 0.0
     record.waits = sum(s.seconds for s in spans if s.kind == WAIT) / steps

@@ -32,13 +32,14 @@ CUBLAS_WORKSPACE = 32 * 2**20
 """Bytes that cuBLAS keeps for each thread and stream on capability 9.0 and newer; 8 MiB before."""
 _THREADS = 2
 """That use cuBLAS: the training's own, and autograd's."""
-CUDA_CONTEXT = 2**30
-"""Bytes that CUDA, its libraries and loaded kernels take outside torch's allocator: 0.84 to 1.03 GiB on an H200."""
+CUDA_CONTEXT = {"fp16": 2**30, "bf16": 2**30, "fp32": 2 * 2**30}
+"""Bytes that CUDA, its libraries and loaded kernels take outside torch's allocator. On an H200: 0.84 to 1.03 GiB in
+FP16, and 1.91 to 2.00 GiB in FP32, for which cuDNN loads and tries more kernels."""
 BASIS = (
     "Traced on tensors without contents, through the kernels' own memory; 7 % are added for workspaces of cuDNN. On an "
-    "H200 the prediction was 4 % below to 3 % above what the multitask model took in FP16 at batch 1, 4 and 8, with "
-    "all parts recomputed and without, and 11 % below what the detection model took in FP32 with TF32 at batch 4. "
-    "Without TF32, cuDNN takes more where there is room. Other cards and several GPUs have not been compared."
+    "H200 the prediction was 4 % below to 3 % above what the multitask model took in FP16 at batch 1, 4 and 8 and in "
+    "FP32 at batch 1, with all parts recomputed and without, and 11 % below what the detection model took in FP32 at "
+    "batch 4. Without TF32, cuDNN takes more where there is room. Other cards and several GPUs have not been compared."
 )
 _ADAM_COPIES = 2
 BUCKETS, NCCL, CONTEXT = "gradient buckets (DDP)", "NCCL", "CUDA context"
@@ -60,8 +61,8 @@ class Need:
     """What nvidia-smi shows for the process."""
 
 
-def need_of(config: Config, step: StepMemory, gpus: int = 1) -> Need:
-    """A traced step with the optimizer and with what no trace sees.
+def need_of(config: Config, step: StepMemory, precision: str, gpus: int = 1) -> Need:
+    """A step traced in `precision`, with the optimizer and with what no trace sees.
 
     Args:
         gpus: with several, gradients lie in buckets of their size, which stay.
@@ -80,7 +81,7 @@ def need_of(config: Config, step: StepMemory, gpus: int = 1) -> Need:
     # Recorded parts were warmed up and recorded on streams of their own.
     streams = 3 if step.pools else 1
     workspace = round(WORKSPACE_SHARE * step.peak) + _THREADS * streams * CUBLAS_WORKSPACE
-    outside = {CONTEXT: CUDA_CONTEXT, **({NCCL: NCCL_BYTES} if gpus > 1 else {})}
+    outside = {CONTEXT: CUDA_CONTEXT[precision], **({NCCL: NCCL_BYTES} if gpus > 1 else {})}
     components = {**states, **parts, "workspace": workspace, **outside}
     more = sum(states.values()) + workspace - in_buckets
     reserved = more + step.reserved
@@ -100,7 +101,7 @@ def predict(config: Config, precision: str, sizes: Sequence[SampleSize], gpus: i
     Raises:
         BevctlError: Triton is not installed (exit code 3).
     """
-    return need_of(config, _trace(config, "fp16" if precision == "bf16" else precision, sizes), gpus)
+    return need_of(config, _trace(config, "fp16" if precision == "bf16" else precision, sizes), precision, gpus)
 
 
 def _trace(config: Config, precision: str, sizes: Sequence[SampleSize]) -> StepMemory:
@@ -141,7 +142,7 @@ class Predictor:
         model = dataclasses.replace(self._config.model, checkpointing=checkpointing)
         config = dataclasses.replace(self._config, model=model)
         one, two = (self._step(config, "fp16" if precision == "bf16" else precision, count) for count in (1, 2))
-        return need_of(config, _extrapolated(one, two, batch), self._gpus)
+        return need_of(config, _extrapolated(one, two, batch), precision, self._gpus)
 
     def _step(self, config: Config, precision: str, batch: int) -> StepMemory:
         key = (precision, config.model.checkpointing, batch)

@@ -169,6 +169,16 @@ def test_the_ceiling_is_what_the_parts_allow() -> None:
     assert limit.sentence().startswith("Half precision can give at most 1.82 × here, because")
 
 
+def test_the_ceiling_tells_tf32_from_fp32() -> None:
+    kernels = KernelRecord(step=0.1, busy=0.08, products=0.04, tf32_products=0.03)
+    single = _profile(kernels, precision="fp32", idle=0.02, products=0.04)
+    limit = ceiling(_profile(seconds=0.06), single, rate=10.0, tf32_rate=2.0)
+    # 30 ms stay, 10 ms in FP32 become 1, 30 ms in TF32 become 15, as does the rest
+    assert limit.most == pytest.approx(0.1 / (0.03 + 0.001 + 0.015 + 0.015))
+    told = "30% of the FP32 iteration is matrix arithmetic in TF32, 2.0 × as fast in half precision, 10% of"
+    assert told in limit.sentence()
+
+
 def test_a_healthy_run_says_how_much_of_the_ceiling_it_has() -> None:
     told = verdict([], Ceiling(2.0, 1.8, "…"))
     assert told.title == "no fault: at 90% of what half precision can give (1.80 ×)"
@@ -186,16 +196,19 @@ def test_what_a_gpu_did_is_read_from_events() -> None:
         Span(COPY, "Memcpy HtoD (Pinned -> Device)", 0.025, 0.030),
         Span(WAIT, "cudaStreamSynchronize", 0.031, 0.049),
         Span(KERNEL, "ampere_sgemm_128x64_nn", 0.050, 0.060),
+        Span(KERNEL, "sm90_xmma_wgrad_implicit_gemm_tf32f32_tf32f32_f32", 0.060, 0.062),
+        Span(KERNEL, "_convolve_gradient_kernel", 0.062, 0.065),
         Span(KERNEL, "ncclDevKernel_AllReduce", 0.080, 0.090),
     ]
     record = summarise(spans, steps=1, seconds=0.1)
-    assert record.busy == pytest.approx(0.040)
-    assert record.idle == pytest.approx(0.060)
-    assert (record.launches, record.layout) == (6, pytest.approx(0.001))
-    assert (record.products, record.half_products) == (pytest.approx(0.020), pytest.approx(0.010))
+    assert record.busy == pytest.approx(0.045)
+    assert record.idle == pytest.approx(0.055)
+    assert (record.launches, record.layout) == (8, pytest.approx(0.001))
+    assert (record.products, record.half_products) == (pytest.approx(0.025), pytest.approx(0.010))
+    assert (record.tf32_products, record.own_products) == (pytest.approx(0.002), pytest.approx(0.003))
     assert (record.to_device, record.communication) == (pytest.approx(0.005), pytest.approx(0.010))
     assert record.waits == pytest.approx(0.018)
-    assert record.idle_by_part == {"head": pytest.approx(0.020), BACKWARD: pytest.approx(0.020)}
+    assert record.idle_by_part == {"head": pytest.approx(0.020), BACKWARD: pytest.approx(0.015)}
     assert record.longest[0] == ("sm90_xmma_fprop_implicit_gemm_f16f16_f16f32", pytest.approx(0.010), 1.0)
 
 

@@ -104,7 +104,7 @@ def test_many_samples_follow_from_one_and_two() -> None:
     config = without_camera(**{"train.cuda_graphs": False})
     size = dataclasses.replace(SIZE, sites=(3900,) * 5)  # fills whole steps of `Room`
     extrapolated = Predictor(config, size).need("fp16", 4, ())
-    traced = need_of(config, trace_step(config, "fp16", [size] * 4))
+    traced = need_of(config, trace_step(config, "fp16", [size] * 4), "fp16")
     assert extrapolated.allocated == pytest.approx(traced.allocated, rel=0.05)
 
 
@@ -120,11 +120,11 @@ def test_parts_of_many_samples_add_up_to_the_peak_where_it_moves() -> None:
 
 def test_a_need_is_the_sum_of_its_components() -> None:
     step = StepMemory(parameters=100, learning=80, buffers=10, by_part={"decoder": 1000}, pools=0, reserved=1500)
-    need = need_of(without_camera(), step)
+    need = need_of(without_camera(), step, "fp16")
     assert need.components["optimizer"] == 160
     assert need.components["workspace"] == round(WORKSPACE_SHARE * 1000) + 2 * CUBLAS_WORKSPACE
     assert need.allocated == 100 + 160 + 10 + 1000 + need.components["workspace"]
-    recorded = need_of(without_camera(), dataclasses.replace(step, pools=500))
+    recorded = need_of(without_camera(), dataclasses.replace(step, pools=500), "fp16")
     assert recorded.allocated == need.allocated + 4 * CUBLAS_WORKSPACE
     assert need.reserved == need.allocated + 500
     assert need.device == need.reserved + need.components["CUDA context"]
@@ -144,7 +144,7 @@ def test_several_gpus_hold_their_gradients_in_buckets() -> None:
     step = StepMemory(
         parameters=100, learning=80, buffers=10, by_part={"decoder": 1000, GRADIENTS: 30}, pools=0, reserved=1500
     )
-    alone, shared = need_of(without_camera(), step), need_of(without_camera(), step, gpus=2)
+    alone, shared = need_of(without_camera(), step, "fp16"), need_of(without_camera(), step, "fp16", gpus=2)
     assert shared.allocated == alone.allocated + 80 - 30
     assert shared.device - shared.reserved == alone.device - alone.reserved + shared.components["NCCL"]
     inside = sum(size for name, size in shared.components.items() if name not in ("NCCL", "CUDA context"))

@@ -28,7 +28,7 @@ def images(count: int, seed: int = 0) -> Tensor:
     return torch.randn(count, 3, 320, 800, device=CUDA, generator=torch.Generator(CUDA).manual_seed(seed))
 
 
-def settled(checkpointing: bool = False, blocks: tuple[int, ...] = (1, 3, 9, 3)) -> VoVNet:
+def settled(checkpointing: bool = False, blocks: tuple[int, int, int, int] = (1, 3, 9, 3)) -> VoVNet:
     """VoVNet-99, or one of other depths, whose norms have the statistics of random images."""
     torch.manual_seed(0)
     with CUDA:

@@ -50,7 +50,7 @@ def gradients(
     if programs:
         taps = max(triton.next_power_of_2(size * size), 16 // options["BLOCK_CHANNELS"])
         launch(
-            _gradients, (programs,),
+            _convolve_gradients, (programs,),
             image.contiguous(), scale.float(), shift.float(), _by_tap(weight), gradient, of_weight, of_affine, of_bias,
             len(image), *image.shape[1:], *gradient.shape[1:3],
             PIXELS=_BACKWARD_PIXELS, TAPS=taps, **options, num_warps=8,
@@ -141,7 +141,7 @@ def _convolve(
 
 
 @sized("images", "height", "width", "out_height", "out_width")
-def _gradients(
+def _convolve_gradients(
     image, scale, shift, weights, gradient, of_weight, of_affine, of_bias,
     images, height, width, out_height, out_width,
     PIXELS: tl.constexpr, TAPS: tl.constexpr, OUT: tl.constexpr, BLOCK_OUT: tl.constexpr, CHANNELS: tl.constexpr,

@@ -59,7 +59,7 @@ def _convolve_kernel(
 
 
 @sized("inputs", "rows", "padded", "tiles", "splits")
-def _kernel_gradient_kernel(
+def _convolve_gradient_kernel(
     features, grad, partial, table, order, listed, counts, inputs, rows, padded, tiles, splits,
     OFFSETS: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
@@ -132,7 +132,7 @@ def kernel_gradient(features: Tensor, grad: Tensor, tiles: Tiles) -> Tensor:
     splits = max(1, min(programs // (offsets * parts), count))
     partial = torch.empty(splits, offsets, channels_in, channels_out, dtype=torch.float32, device=grad.device)
     launch(
-        _kernel_gradient_kernel, (offsets, splits, parts),
+        _convolve_gradient_kernel, (offsets, splits, parts),
         features, grad, partial, tiles.table, tiles.order, tiles.tiles, tiles.tile_counts,
         len(features), len(grad), tiles.table.shape[1], count, splits,
         OFFSETS=offsets, IN=channels_in, OUT=channels_out, BLOCK_IN=block_in, BLOCK_OUT=block_out, TILE=TILE,

@@ -75,7 +75,7 @@ def _weights(query, key, bias, side, scale, masked, SHIFT: tl.constexpr, PRECISI
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def _forward_kernel(
+def _attention_forward_kernel(
     qkv, padding, bias, out, height, width, rows, columns, heads, scale, masked,
     WINDOW: tl.constexpr, SHIFT: tl.constexpr, HEAD: tl.constexpr,
     LENGTH: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
@@ -93,7 +93,7 @@ def _forward_kernel(
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def _backward_kernel(
+def _attention_backward_kernel(
     grad, qkv, padding, bias, qkv_grad, padding_grad, bias_grad,
     windows, height, width, rows, columns, heads, scale, masked,
     WINDOW: tl.constexpr, SHIFT: tl.constexpr, HEAD: tl.constexpr,
@@ -150,7 +150,7 @@ def forward(qkv: Tensor, padding: Tensor, bias: Tensor, window: int, shift: int,
     out = qkv.new_empty(batch, height, width, channels // 3)
     rows, columns = height + -height % window, width + -width % window
     windows = batch * (rows // window) * (columns // window)
-    _forward_kernel[(heads, windows)](
+    _attention_forward_kernel[(heads, windows)](
         qkv, padding, bias, out, height, width, rows, columns, heads, **_constants(qkv, heads, window, shift, masked)
     )
     return out
@@ -171,7 +171,7 @@ def backward(
     constants = _constants(qkv, heads, window, shift, masked)
     if qkv.dtype == torch.float32:  # twice the registers: four warps would spill 17 KB a thread
         constants |= {"num_warps": 8, "num_stages": 1}
-    _backward_kernel[(heads, programs)](
+    _attention_backward_kernel[(heads, programs)](
         grad, qkv, padding, bias, qkv_grad, padding_grad, bias_grad,
         windows, height, width, rows, columns, heads, **constants,
     )  # fmt: skip
