@@ -172,11 +172,16 @@ def test_the_ceiling_is_what_the_parts_allow() -> None:
 def test_the_ceiling_tells_tf32_from_fp32() -> None:
     kernels = KernelRecord(step=0.1, busy=0.08, products=0.04, tf32_products=0.03)
     single = _profile(kernels, precision="fp32", idle=0.02, products=0.04)
-    limit = ceiling(_profile(seconds=0.06), single, rate=10.0, tf32_rate=2.0)
+    limit = ceiling(_profile(seconds=0.08), single, rate=10.0, tf32_rate=2.0)
     # 30 ms stay, 10 ms in FP32 become 1, 30 ms in TF32 become 15, as does the rest
     assert limit.most == pytest.approx(0.1 / (0.03 + 0.001 + 0.015 + 0.015))
     told = "30% of the FP32 iteration is matrix arithmetic in TF32, 2.0 × as fast in half precision, 10% of"
     assert told in limit.sentence()
+
+
+def test_the_ceiling_is_at_least_what_was_reached() -> None:
+    limit = ceiling(_profile(seconds=0.02), _profile(precision="fp32", idle=0.02, products=0.04), rate=4.0)
+    assert limit.most == limit.reached == pytest.approx(5.0)
 
 
 def test_a_healthy_run_says_how_much_of_the_ceiling_it_has() -> None:
