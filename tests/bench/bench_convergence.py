@@ -90,7 +90,8 @@ def make_data(options: argparse.Namespace) -> None:
     if options.data.exists():
         return
     scenes = ["--train-scenes", str(options.train_scenes), "--val-scenes", str(options.val_scenes)]
-    made_as = ["--version", "v1.0-trainval", *scenes, "--lidar-beams", str(options.lidar_beams)]
+    sensors = ["--lidar-beams", str(options.lidar_beams), "--image-scale", str(options.image_scale)]
+    made_as = ["--version", "v1.0-trainval", *scenes, *sensors]
     bevctl(["data", "synth", str(options.data), *made_as], options.work_dir / "data.log")
 
 
@@ -184,6 +185,7 @@ def write(options: argparse.Namespace, runs: Sequence[Run], differences: Sequenc
         "epochs": options.epochs,
         "scenes": [options.train_scenes, options.val_scenes],
         "lidar_beams": options.lidar_beams,
+        "image_scale": options.image_scale,
         "side_by_side": options.jobs,
         "runs": [asdict(run) for run in runs],
         "differences": [asdict(d) | {"agrees": d.agrees} for d in differences],
@@ -200,6 +202,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--train-scenes", type=int, default=40)
     parser.add_argument("--val-scenes", type=int, default=15)
     parser.add_argument("--lidar-beams", type=int, default=32, help="few leave something to the cameras")
+    parser.add_argument("--image-scale", type=float, default=0.5, help="small images load fast")
     parser.add_argument("--config", default="tiny")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every run")
     parser.add_argument("--epochs", type=int, default=12)
