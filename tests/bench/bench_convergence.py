@@ -38,6 +38,8 @@ ARMS = {
 }
 BASELINE, PRECISIONS = "fp32", ("fp16", "bf16")
 METRICS = {"mAP": "detection", "NDS": "detection", "mIoU": "map"}
+SYNTH = ("train_scenes", "val_scenes", "keyframes", "lidar_beams", "image_scale")
+"""Options of `bevctl data synth` that a study may choose."""
 TOLERANCE = 0.003
 CONFIDENCE = 0.95
 SMOOTHED_STEPS = 25
@@ -89,10 +91,13 @@ def make_data(options: argparse.Namespace) -> None:
     """A synthetic set, unless one is there."""
     if options.data.exists():
         return
-    scenes = ["--train-scenes", str(options.train_scenes), "--val-scenes", str(options.val_scenes)]
-    sensors = ["--lidar-beams", str(options.lidar_beams), "--image-scale", str(options.image_scale)]
-    made_as = ["--version", "v1.0-trainval", *scenes, *sensors]
-    bevctl(["data", "synth", str(options.data), *made_as], options.work_dir / "data.log")
+    made_as = [f"--{name.replace('_', '-')}={value}" for name, value in synthetic(options).items()]
+    bevctl(["data", "synth", str(options.data), "--version=v1.0-trainval", *made_as], options.work_dir / "data.log")
+
+
+def synthetic(options: argparse.Namespace) -> dict[str, object]:
+    """With what the set is made."""
+    return {name: getattr(options, name) for name in SYNTH}
 
 
 def train(arm: str, seed: int, options: argparse.Namespace) -> Run:
@@ -183,9 +188,7 @@ def write(options: argparse.Namespace, runs: Sequence[Run], differences: Sequenc
     document = {
         **circumstances(options),
         "epochs": options.epochs,
-        "scenes": [options.train_scenes, options.val_scenes],
-        "lidar_beams": options.lidar_beams,
-        "image_scale": options.image_scale,
+        "data": synthetic(options),
         "side_by_side": options.jobs,
         "runs": [asdict(run) for run in runs],
         "differences": [asdict(d) | {"agrees": d.agrees} for d in differences],
@@ -201,6 +204,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=Path("data/synth-convergence"), help="made if it is not there")
     parser.add_argument("--train-scenes", type=int, default=40)
     parser.add_argument("--val-scenes", type=int, default=15)
+    parser.add_argument("--keyframes", type=int, default=8, help="samples a scene")
     parser.add_argument("--lidar-beams", type=int, default=32, help="few leave something to the cameras")
     parser.add_argument("--image-scale", type=float, default=0.5, help="small images load fast")
     parser.add_argument("--config", default="tiny")
