@@ -21,13 +21,14 @@ class Ceiling:
     """How fast half precision can be here, against FP32, and how fast it is."""
 
     most: float
+    """At least what was reached."""
     reached: float
     because: str
 
     @property
     def share(self) -> float:
         """Of what half precision can give: 1 where the whole possible gain is there."""
-        return min(1.0, self.reached / self.most)
+        return self.reached / self.most
 
     def sentence(self) -> str:
         return f"Half precision can give at most {self.most:.2f} × here, because {self.because}"
@@ -63,7 +64,7 @@ def ceiling(half: StepProfile, single: StepProfile, rate: float, tf32_rate: floa
         sentence for sentence, seconds in zip(told, shares.values(), strict=True) if seconds > 0.03 * single.iteration
     ]
     reached = single.iteration / half.iteration
-    return Ceiling(max(most, reached), reached, ", ".join(kept))  # it gives at least what it gave
+    return Ceiling(max(most, reached), reached, ", ".join(kept))
 
 
 def verdict(found: Sequence[Cause], limit: Ceiling) -> DiagnoseFinding:

@@ -61,7 +61,8 @@ def rehearse_speed(request: DiagnoseRequest, subject: Subject, steps: int) -> Re
         request.say(f"Profiling {steps} steps in {name.upper()}")
         profiles[name] = _profile(config, name, device, batches, steps, request.say)
     throttled = list(held_back(to_dict(config))) if device.type == "cuda" else []
-    rate, tf32_rate = (matmul_rate(half, device) / matmul_rate(base, device) for base in ("fp32", "tf32"))
+    half_rate = matmul_rate(half, device)
+    rate, tf32_rate = (half_rate / matmul_rate(base, device) for base in ("fp32", "tf32"))
     found = speed_causes.causes(profiles[asked], profiles["fp32"])
     limit = speed_ceiling.ceiling(profiles[half], profiles["fp32"], rate, tf32_rate)
     request.say("Trying remedies")

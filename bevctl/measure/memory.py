@@ -30,6 +30,8 @@ failure, gives it back, and searches anew where it is refused later (aten/src/AT
 """
 CUBLAS_WORKSPACE = 32 * 2**20
 """Bytes that cuBLAS keeps for each thread and stream on capability 9.0 and newer; 8 MiB before."""
+_TRACED_AS = {"fp16": "fp16", "bf16": "fp16", "fp32": "fp32"}
+"""bf16 takes the bytes of fp16."""
 _THREADS = 2
 """That use cuBLAS: the training's own, and autograd's."""
 CUDA_CONTEXT = {"fp16": 2**30, "bf16": 2**30, "fp32": 2 * 2**30}
@@ -101,7 +103,7 @@ def predict(config: Config, precision: str, sizes: Sequence[SampleSize], gpus: i
     Raises:
         BevctlError: Triton is not installed (exit code 3).
     """
-    return need_of(config, _trace(config, "fp16" if precision == "bf16" else precision, sizes), precision, gpus)
+    return need_of(config, _trace(config, _TRACED_AS[precision], sizes), precision, gpus)
 
 
 def _trace(config: Config, precision: str, sizes: Sequence[SampleSize]) -> StepMemory:
@@ -141,7 +143,7 @@ class Predictor:
         """
         model = dataclasses.replace(self._config.model, checkpointing=checkpointing)
         config = dataclasses.replace(self._config, model=model)
-        one, two = (self._step(config, "fp16" if precision == "bf16" else precision, count) for count in (1, 2))
+        one, two = (self._step(config, _TRACED_AS[precision], count) for count in (1, 2))
         return need_of(config, _extrapolated(one, two, batch), precision, self._gpus)
 
     def _step(self, config: Config, precision: str, batch: int) -> StepMemory:

@@ -118,6 +118,12 @@ def _rows(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1).flatten(0, 2)
 
 
+def _map_of(rows: Tensor, like: Tensor) -> Tensor:
+    """(B · H · W, C) → (B, C, H, W) channels-last, the same memory; B, H and W are those of `like`."""
+    batch, _, height, width = like.shape
+    return rows.view(batch, height, width, -1).permute(0, 3, 1, 2)
+
+
 def _conv_gradients(
     grad: Tensor, x: Tensor, weight: Tensor, stride: int, needed: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -134,8 +140,7 @@ def _conv_gradients(
 def _summed_product(chain: Tensor | None, rows: Tensor, weight: Tensor, like: Tensor) -> Tensor:
     """chain + rows · weight, written over `chain` where there is one; a map as large as `like`."""
     product = rows @ weight if chain is None else _rows(_channels_last(chain)).addmm_(rows, weight)
-    batch, channels, height, width = like.shape
-    return product.view(batch, height, width, channels).permute(0, 3, 1, 2)
+    return _map_of(product, like)
 
 
 class _ShiftedReluConv(torch.autograd.Function):
@@ -178,7 +183,7 @@ class _Aggregation(torch.autograd.Function):
             kernels.activate(part, shift, together[:, channels : channels + part.shape[1]])
             channels += part.shape[1]
             parts.append(part)
-        out = (_rows(together) @ weights[-1].flatten(1).T).view(batch, height, width, -1).permute(0, 3, 1, 2)
+        out = _map_of(_rows(together) @ weights[-1].flatten(1).T, x)
         means = kernels.activate_and_average(out, shifts[-1])
         ctx.save_for_backward(*parts, out, *weights)
         return out, means

@@ -67,7 +67,8 @@ def named(work: Workload) -> list[Cause]:
 def test_a_healthy_step_has_no_fault_and_says_how_much_it_gains() -> None:
     half, single = profiled(made(nn.Identity())), profiled(made(nn.Identity(), torch.float32))
     found = causes(half, single)
-    limit = ceiling(half, single, *(matmul_rate("fp16", CUDA) / matmul_rate(base, CUDA) for base in ("fp32", "tf32")))
+    half_rate = matmul_rate("fp16", CUDA)
+    limit = ceiling(half, single, *(half_rate / matmul_rate(base, CUDA) for base in ("fp32", "tf32")))
     told = verdict(found, limit)
     assert told is not None
     print(told.title, limit.sentence())

@@ -58,8 +58,7 @@ def _activate_kernel(
 @sized("per_sample")
 def _mask_kernel(
     grad, mean_grad, kept, out, sums, per_sample,
-    C: tl.constexpr, MEAN: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    C: tl.constexpr, MEAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(tl.program_id(1) * ROWS, per_sample, tl.num_programs(1) * ROWS):
