@@ -97,11 +97,10 @@ def launch(arguments: Sequence[str], cluster: Cluster) -> ExitCode:
             monitor_interval=0.1,
         )
         signalled = 0
-        with _no_process_left_behind():
+        # A worker's failure is in its own words in the folder.
+        with _no_process_left_behind(), contextlib.suppress(ChildFailedError):
             try:
                 launch_agent(config, sys.executable, ["-m", "bevctl", *arguments])
-            except ChildFailedError:
-                pass  # the workers' own words say more
             except SignalException as error:
                 signalled = int(error.sigval)
         return _combined(_outcomes(Path(folder)), signalled)

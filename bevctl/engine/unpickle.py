@@ -36,7 +36,6 @@ _DAMAGE = (
     OverflowError,
     MemoryError,
     AssertionError,
-    NotImplementedError,
 )
 """What a truncated or garbled file makes the readers raise."""
 
