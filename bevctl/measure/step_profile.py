@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, record_function
 
 from bevctl.measure.kernel_record import COPY, KERNEL, PART, WAIT, KernelRecord, Span, summarise
 from bevctl.measure.part_clock import PartClock
+from bevctl.measure.profiler import profiled
 from bevctl.numerics.census import Census
 
 _PART = "bevctl part: "
@@ -159,7 +160,7 @@ def _data_wait(work: Workload) -> float | None:
 
 def _on_cpu(work: Workload, seconds: float) -> tuple[float, float]:
     """Seconds of products, and those outside of operations, as far as the profiler's own time lets one tell."""
-    with _quiet(), profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profiled(ProfilerActivity.CPU) as profiler:
         started = time.perf_counter()
         work.step()
         whole = time.perf_counter() - started
@@ -171,10 +172,10 @@ def _on_cpu(work: Workload, seconds: float) -> tuple[float, float]:
 
 
 def _kernels(work: Workload, steps: int) -> KernelRecord:
-    with _named_parts(work), _quiet():
+    with _named_parts(work):
         work.step()
         _synchronise(work.device)
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        with profiled(ProfilerActivity.CPU, ProfilerActivity.CUDA) as profiler:
             started = time.perf_counter()
             for _ in range(steps):
                 work.step()
@@ -237,10 +238,3 @@ def _sites_on_gpu(work: Workload) -> list[tuple[str, int]]:
             torch.cuda.set_sync_debug_mode(before)
     told = [warning for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
     return Counter(f"{warning.filename}:{warning.lineno}" for warning in told).most_common()
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of cycles, of which there is one
-        yield

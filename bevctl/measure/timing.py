@@ -6,13 +6,12 @@ import contextlib
 import dataclasses
 import itertools
 import statistics
-import warnings
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity
 
 from bevctl.batch import AnyBatch
 from bevctl.config.schema import Config
@@ -25,6 +24,7 @@ from bevctl.engine.stand_in import Report
 from bevctl.engine.step import TrainStep, total_loss
 from bevctl.measure.bench_inputs import make_inputs
 from bevctl.measure.part_clock import now, seconds_between
+from bevctl.measure.profiler import profiled
 
 _SCHEDULE_ITERS = 10_000
 """Longer than any measurement."""
@@ -77,12 +77,10 @@ class KernelTimes:
 
 def kernel_times(step: TrainStep, batches: Sequence[AnyBatch]) -> KernelTimes:
     """Mean over one step with each of `batches`, as the profiler sees it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of cycles, of which there is one
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            for number, batch in enumerate(batches):
-                step.run([batch], number)
-            torch.cuda.synchronize(step.device)
+    with profiled(ProfilerActivity.CUDA) as profiler:
+        for number, batch in enumerate(batches):
+            step.run([batch], number)
+        torch.cuda.synchronize(step.device)
     # The optimizer's annotation is no kernel.
     events = [e for e in profiler.key_averages() if e.device_type == DeviceType.CUDA and "Optimizer." not in e.key]
     seconds = sum(event.self_device_time_total for event in events) / 1e6
