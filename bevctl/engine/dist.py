@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import distributed, nn
 
+from bevctl.engine.signals import Interrupted
 from bevctl.errors import BevctlError, ExitCode
 
 _TIMEOUT = datetime.timedelta(minutes=30)
@@ -132,29 +133,36 @@ def gather(world: World, value: Any) -> list[Any]:
 
 
 def on_main(world: World, work: Callable[[], _Result]) -> _Result:
-    """The result of `work` done on rank 0 alone, on every rank; a BevctlError is raised on every rank too."""
+    """The result of `work` done on rank 0 alone, on every rank; BevctlError and Interrupted are raised on all too."""
     if world.size == 1:
         return work()
-    outcome: list[Any] = [None, None]
-    if world.is_main:
-        try:
-            outcome[0] = work()
-        except BevctlError as error:
-            outcome[1] = error
+    outcome = list(_attempt(work)) if world.is_main else [None, None]
     distributed.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    result: _Result = outcome[0]
+    result: _Result = _told(outcome)
     return result
 
 
-def any_rank(world: World, flag: bool) -> bool:
-    """Whether `flag` is set on some rank; the same answer on every rank."""
+def on_each(world: World, work: Callable[[], _Result]) -> list[_Result]:
+    """The results of `work` by rank, on every rank; a BevctlError or Interrupted of one rank is raised on all."""
     if world.size == 1:
-        return flag
-    flags: list[bool] = [False] * world.size
-    distributed.all_gather_object(flags, flag)
-    return any(flags)
+        return [work()]
+    return [_told(outcome) for outcome in gather(world, _attempt(work))]
+
+
+def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """What `work` returns, and what it raises if that concerns every rank: none may go on while another leaves."""
+    try:
+        return work(), None
+    except (BevctlError, Interrupted) as error:
+        return None, error
+
+
+def _told(outcome: Sequence[Any]) -> Any:
+    """The result of an attempt, or its error raised."""
+    result, error = outcome
+    if error is not None:
+        raise error
+    return result
 
 
 def broadcast_buffers(world: World, model: nn.Module) -> None:

@@ -142,7 +142,7 @@ def _train(
     )
     started = on_main(world, time.time)
     with (
-        _open_journal(parts, options, work_dir, resumed, started, console) as journal,
+        _open_journal(parts, options, work_dir, resumed, started, console, stop) as journal,
         Heartbeat(work_dir, world.rank, started, functools.partial(journal.warning, "heartbeat")) as heartbeat,
     ):
         for kind, notes in (("start", parts.notes), ("resume", resumed.notes)):
@@ -173,7 +173,13 @@ def _train(
 
 @contextlib.contextmanager
 def _open_journal(
-    parts: Parts, options: RunOptions, work_dir: Path, resumed: Resumed, started: float, console: Console
+    parts: Parts,
+    options: RunOptions,
+    work_dir: Path,
+    resumed: Resumed,
+    started: float,
+    console: Console,
+    stop: StopRequest,
 ) -> Iterator[RunJournal]:
     config = parts.config
     meta = {
@@ -198,7 +204,7 @@ def _open_journal(
             cadence=Cadence(config.train.eval_interval, config.train.best, options.max_iters),
             last_checkpoint=resumed.source,
             meta=meta,
-            evaluate=lambda: _evaluate(parts, console),
+            evaluate=lambda: _evaluate(parts, console, stop),
             keeper=_keeper(parts, work_dir, meta),
             event_files=event_files,
         )
@@ -274,11 +280,23 @@ def _segment(parts: Parts, options: RunOptions, resumed: Resumed, started: float
     }
 
 
-def _evaluate(parts: Parts, console: Console) -> tuple[dict[str, float], dict[str, Any]]:
-    """Scores the (averaged) weights on the evaluation split; every rank takes its share."""
+def _evaluate(parts: Parts, console: Console, stop: StopRequest) -> tuple[dict[str, float], dict[str, Any]]:
+    """Scores the (averaged) weights on the evaluation split; every rank takes its share.
+
+    Raises:
+        Interrupted: a signal came; on every rank, or on none.
+    """
     broadcast_buffers(parts.world, parts.state.model)
     dataset = open_split(parts.config, "val")
     averaged = parts.state.average.applied() if parts.state.average else contextlib.nullcontext()
     with averaged, random_state_kept():
-        evaluation = evaluate_split(parts.state.model, dataset, parts.device, parts.precision, parts.world, console)
+        evaluation = evaluate_split(
+            parts.state.model,
+            dataset,
+            parts.device,
+            parts.precision,
+            parts.world,
+            console,
+            interruptible=stop.interruptible,
+        )
     return evaluation.metrics(), evaluation.document()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bevctl.batch import AnyBatch
-from bevctl.engine.dist import World, any_rank
+from bevctl.engine.dist import World
 from bevctl.engine.guard import FP32_MODULE, LOWER_SCALE, SKIP, FutilityWatch, NonfiniteGuard
 from bevctl.engine.nonfinite import Classifier, Nonfinite
 from bevctl.engine.precision import MatmulCounter
@@ -137,11 +137,7 @@ class Trainer:
         if self.iteration == (epoch + 1) * self.plan.iters_per_epoch:
             self._save()
             self.heartbeat.turn_to(Doing.EVALUATES, self.iteration)
-            # A signal that came while saving has not reached every rank, and all of them have to stop here or none.
-            if any_rank(self.world, self.stop.requested):
-                raise Interrupted(self.stop.name)
-            with self.stop.interruptible():
-                self.journal.epoch_done(epoch + 1)
+            self.journal.epoch_done(epoch + 1)
 
     def _inside_checkpoint_due(self) -> bool:
         inner = self.iteration % self.plan.iters_per_epoch

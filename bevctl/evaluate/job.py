@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from bevctl.engine.class_order import check_class_order
 from bevctl.engine.dist import World, process_group, select_device
 from bevctl.engine.precision import Precision, keep_fp32, resolve_precision
 from bevctl.errors import BevctlError
-from bevctl.evaluate.run import Evaluation, evaluate_model
+from bevctl.evaluate.run import Evaluation, Interruptible, evaluate_model
 from bevctl.evaluate.show import spread
 from bevctl.models.build import build_model
 
@@ -70,6 +71,7 @@ def evaluate_split(
     world: World,
     console: Console,
     keep_maps: Collection[str] = (),
+    interruptible: Interruptible = nullcontext,
 ) -> Evaluation:
     """`evaluate_model` on a data set of the evaluation split, loaded as its config says, with progress shown.
 
@@ -91,6 +93,7 @@ def evaluate_split(
             ranks=world,
             progress=progress if world.is_main else None,
             keep_maps=keep_maps,
+            interruptible=interruptible,
         )
 
 

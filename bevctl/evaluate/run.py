@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,13 +16,17 @@ from torch import Tensor, nn
 from bevctl.batch import AnyBatch, Batch, Predictions
 from bevctl.config.schema import Config
 from bevctl.data.index import InfoFile
-from bevctl.engine.dist import World, gather, on_main
+from bevctl.engine.dist import World, on_each, on_main
 from bevctl.errors import BevctlError, ExitCode
 from bevctl.evaluate.map_iou import MapCounts, MapResult
 from bevctl.evaluate.results import Objects, SampleResult
 
 if TYPE_CHECKING:
     from bevctl.evaluate.detection import DetectionResult
+
+
+Interruptible = Callable[[], AbstractContextManager[None]]
+"""Opens a block that a signal may end, by `bevctl.engine.signals.Interrupted`."""
 
 
 class Progress(Protocol):
@@ -96,19 +100,29 @@ def evaluate_model(
     ranks: World = World(),
     progress: Progress | None = None,
     keep_maps: Collection[str] = (),
+    interruptible: Interruptible = nullcontext,
 ) -> Evaluation:
     """Predict every sample of `loader` and score the union of all ranks.
 
     `model` is the bare model (not its DDP wrapper); its modules' training flags are as before afterwards. Loaders of
     the ranks don't overlap and need the default process group when there are several. Every rank returns the
     same metrics; rank 0 computes those of detection. `keep_maps` names the samples whose map stays in `results`.
+    `interruptible` is entered for what a rank does without the others; an Interrupted of one is raised on all.
 
     Raises BevctlError (RUN_FAILED) when no sample could be read, or more than `data.max_bad_samples` could not.
     """
     counts = MapCounts(len(config.data.map_classes), device)
-    with _evaluation_mode(model), torch.no_grad():  # not inference_mode: what a model caches must stay trainable
-        results, problems = _predict(model, loader, device, autocast, counts, progress, keep_maps)
-    parts = gather(ranks, (results, problems))
+
+    def predict() -> tuple[dict[str, SampleResult], list[str]]:
+        # Not inference_mode: what a model caches must stay trainable.
+        with interruptible(), _evaluation_mode(model), torch.no_grad():
+            return _predict(model, loader, device, autocast, counts, progress, keep_maps)
+
+    def score() -> tuple[DetectionResult | None, float | None, list[str]]:
+        with interruptible():
+            return _score(results, infos, config)
+
+    parts = on_each(ranks, predict)
     results = {token: result for part, _ in parts for token, result in part.items()}
     problems = [problem for _, said in parts for problem in said]
     if ranks.size > 1:
@@ -116,7 +130,7 @@ def evaluate_model(
     _check_readable(len(infos.samples), results, problems, config.data.max_bad_samples)
     detection, recall, notes = None, None, [f"left out: {problem}" for problem in problems]
     if any(result.objects is not None for result in results.values()):
-        detection, recall, said = on_main(ranks, lambda: _score(results, infos, config))
+        detection, recall, said = on_main(ranks, score)
         notes += said
     map_result = None
     if config.model.map is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -20,6 +21,7 @@ from bevctl.engine import run as engine_run
 from bevctl.engine.checkpoint import read_checkpoint
 from bevctl.engine.dist import World, gather, on_main, process_group, world_from_environment
 from bevctl.engine.incident import find_incidents, read_batches, read_incident
+from bevctl.engine.journal import RunJournal
 from bevctl.errors import BevctlError, ExitCode
 from bevctl.runs.heartbeat import read_beats
 from bevctl.runs.records import Doing
@@ -67,6 +69,8 @@ def _rank(rank: int, folder: Path, ports: list[int]) -> None:
     os.environ["MASTER_PORT"] = str(ports[1])
     report["kept"] = _keep_in_fp32(folder / "kept", world)
     os.environ["MASTER_PORT"] = str(ports[2])
+    report["late"] = _stop_after_an_epoch(folder / "late", world)
+    os.environ["MASTER_PORT"] = str(ports[3])
     with process_group(world, CPU):
         report["gathered"] = gather(world, rank)
         try:
@@ -88,16 +92,27 @@ def _keep_in_fp32(work_dir: Path, world: World) -> dict[str, list[float]]:
     return {name: value.flatten().tolist() for name, value in model.named_parameters()}
 
 
+def _stop_after_an_epoch(work_dir: Path, world: World) -> list[int]:
+    """Trains until a signal that only rank 1 has when the ranks leave an epoch behind; returns code and iteration."""
+    with pytest.MonkeyPatch.context() as patch:
+        bench = Bench(patch, Console(io.StringIO(), io.StringIO()))
+        if world.rank == 1:
+            patch.setattr(RunJournal, "epoch_done", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        config = point_config(work_dir, train={"epochs": 4})
+        result = engine_run.train(config, engine_run.RunOptions(), world, bench.console)
+    return [result.code, result.iteration]
+
+
 def _refuse() -> None:
     raise BevctlError("rank 0 says no", "", ExitCode.RUN_FAILED)
 
 
 def test_ranks_share_skips_stops_and_weights(tmp_path: Path) -> None:
-    with socket.socket() as first, socket.socket() as second, socket.socket() as third:
-        ports = []
-        for probe in (first, second, third):
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(4)]
+        for probe in probes:
             probe.bind(("127.0.0.1", 0))
-            ports.append(probe.getsockname()[1])
+        ports = [probe.getsockname()[1] for probe in probes]
     multiprocessing.spawn(_rank, (tmp_path, ports), nprocs=2)
     ranks = [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
     assert [r["code"] for r in ranks] == [ExitCode.PREEMPTED] * 2
@@ -120,6 +135,8 @@ def test_ranks_share_skips_stops_and_weights(tmp_path: Path) -> None:
     told = [json.loads(line) for line in (tmp_path / "kept" / "events.jsonl").read_text().splitlines()]
     assert [event["data"]["module"] for event in told if event["kind"] == "fp32_module"] == ["gain.scale"]
     assert len([event for event in told if event["kind"] == "nonfinite"]) == 1
+    in_an_epoch = len(ranks[0]["tokens"][:4])
+    assert [r["late"] for r in ranks] == [[ExitCode.PREEMPTED, in_an_epoch + 2]] * 2, "the step after tells, one late"
     assert [r["gathered"] for r in ranks] == [[0, 1]] * 2
     assert [r["refused"] for r in ranks] == [["rank 0 says no", ExitCode.RUN_FAILED]] * 2
 

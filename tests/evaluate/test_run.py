@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,9 @@ from bevctl.batch import Batch, Predictions
 from bevctl.config.schema import Config, MapHeadConfig
 from bevctl.data.index import InfoFile, SampleInfo
 from bevctl.engine.dist import World
+from bevctl.engine.signals import Interrupted, StopRequest
 from bevctl.errors import BevctlError, ExitCode
+from bevctl.evaluate import run as evaluate_run
 from bevctl.evaluate.run import Evaluation, evaluate_model
 from tests.evaluate import scenes
 from tests.models.nano import nano_calibration, with_value
@@ -206,12 +210,33 @@ def _rank_main(rank: int, rendezvous: str, queue: multiprocessing.SimpleQueue) -
     batches = [batch_of(keyframes[rank::2], bev_map=rank == 0)]
     model = Oracle(keyframes, with_map=True)
     result = evaluate(model, batches, scenes.info_file(keyframes), MAP_CONFIG, ranks=World(rank, 2))
-    queue.put((rank, result.metrics(), result.samples))
+    stopped = [_stopped(rank, *where) for where in ((1, Oracle, "predict"), (0, evaluate_run, "_score"))]
+    queue.put((rank, result.metrics(), result.samples, stopped))
     distributed.destroy_process_group()
 
 
+def _stopped(rank: int, signalled: int, owner: object, name: str) -> bool:
+    """Whether an evaluation is left when rank `signalled` alone gets a signal where it calls `name` of `owner`."""
+    keyframes = scenes.samples()
+    batches = [batch_of(keyframes[rank::2])]
+    with pytest.MonkeyPatch.context() as patch, StopRequest() as stop:
+        if rank == signalled:
+            patch.setattr(owner, name, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        try:
+            evaluate(
+                Oracle(keyframes),
+                batches,
+                scenes.info_file(keyframes),
+                ranks=World(rank, 2),
+                interruptible=stop.interruptible,
+            )
+        except Interrupted:
+            return True
+    return False
+
+
 @pytest.fixture
-def two_ranks(tmp_path: Path) -> list[tuple[int, dict[str, float], int]]:
+def two_ranks(tmp_path: Path) -> list[tuple[int, dict[str, float], int, list[bool]]]:
     context = multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
     workers = [context.Process(target=_rank_main, args=(rank, str(tmp_path / "meeting"), queue)) for rank in range(2)]
@@ -223,11 +248,12 @@ def two_ranks(tmp_path: Path) -> list[tuple[int, dict[str, float], int]]:
     return [queue.get() for _ in workers]
 
 
-def test_two_ranks_give_the_numbers_of_one(two_ranks: list[tuple[int, dict[str, float], int]]) -> None:
+def test_two_ranks_give_the_numbers_of_one(two_ranks: list[tuple[int, dict[str, float], int, list[bool]]]) -> None:
     keyframes = scenes.samples()
     batches = [batch_of(keyframes[0::2], bev_map=True), batch_of(keyframes[1::2])]
     alone = evaluate(Oracle(keyframes, with_map=True), batches, scenes.info_file(keyframes), MAP_CONFIG)
-    assert {rank for rank, _, _ in two_ranks} == {0, 1}
-    for _, metrics, count in two_ranks:
+    assert {rank for rank, _, _, _ in two_ranks} == {0, 1}
+    for _, metrics, count, stopped in two_ranks:
         assert metrics == alone.metrics()
         assert count == 3
+        assert stopped == [True, True], "a signal to one rank stops both, in its own share and in the scoring"
