@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed, nn
 
-from bevctl.engine.signals import Interrupted
+from bevctl.engine.signals import Interrupted, Interruptible
 from bevctl.errors import BevctlError, ExitCode
 
 _TIMEOUT = datetime.timedelta(minutes=30)
@@ -132,27 +132,35 @@ def gather(world: World, value: Any) -> list[Any]:
     return values
 
 
-def on_main(world: World, work: Callable[[], _Result]) -> _Result:
-    """The result of `work` done on rank 0 alone, on every rank; BevctlError and Interrupted are raised on all too."""
-    if world.size == 1:
-        return work()
-    outcome = list(_attempt(work)) if world.is_main else [None, None]
-    distributed.broadcast_object_list(outcome, src=0)
+def on_main(
+    world: World, work: Callable[[], _Result], interruptible: Interruptible = contextlib.nullcontext
+) -> _Result:
+    """The result of `work` done on rank 0 alone, on every rank; BevctlError and Interrupted are raised on all too.
+
+    `work` runs inside `interruptible`, where a signal may end it; it must not wait for another rank.
+    """
+    outcome = list(_attempt(work, interruptible)) if world.is_main else [None, None]
+    if world.size > 1:
+        distributed.broadcast_object_list(outcome, src=0)
     result: _Result = _told(outcome)
     return result
 
 
-def on_each(world: World, work: Callable[[], _Result]) -> list[_Result]:
-    """The results of `work` by rank, on every rank; a BevctlError or Interrupted of one rank is raised on all."""
-    if world.size == 1:
-        return [work()]
-    return [_told(outcome) for outcome in gather(world, _attempt(work))]
+def on_each(
+    world: World, work: Callable[[], _Result], interruptible: Interruptible = contextlib.nullcontext
+) -> list[_Result]:
+    """The results of `work` by rank, on every rank; a BevctlError or Interrupted of one rank is raised on all.
+
+    `work` runs inside `interruptible`, as that of `on_main` does.
+    """
+    return [_told(outcome) for outcome in gather(world, _attempt(work, interruptible))]
 
 
-def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
+def _attempt(work: Callable[[], Any], interruptible: Interruptible) -> tuple[Any, Exception | None]:
     """What `work` returns, and what it raises if that concerns every rank: none may go on while another leaves."""
     try:
-        return work(), None
+        with interruptible():
+            return work(), None
     except (BevctlError, Interrupted) as error:
         return None, error
 

@@ -7,7 +7,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -20,6 +21,10 @@ _ECHO_S = 2.0
 
 class Interrupted(Exception):
     """Raised by the first signal inside `StopRequest.interruptible`."""
+
+
+Interruptible = Callable[[], AbstractContextManager[None]]
+"""`StopRequest.interruptible`, or nullcontext where no signal ends a block."""
 
 
 class StopRequest:

@@ -19,8 +19,9 @@ from bevctl.engine.checkpoint import Checkpoint, load_state, read_checkpoint
 from bevctl.engine.class_order import check_class_order
 from bevctl.engine.dist import World, process_group, select_device
 from bevctl.engine.precision import Precision, keep_fp32, resolve_precision
+from bevctl.engine.signals import Interruptible
 from bevctl.errors import BevctlError
-from bevctl.evaluate.run import Evaluation, Interruptible, evaluate_model
+from bevctl.evaluate.run import Evaluation, evaluate_model
 from bevctl.evaluate.show import spread
 from bevctl.models.build import build_model
 
@@ -88,7 +89,6 @@ def evaluate_split(
             loader,
             ground_truth(dataset),
             config,
-            device=device,
             autocast=precision.autocast,
             ranks=world,
             progress=progress if world.is_main else None,

@@ -17,16 +17,13 @@ from bevctl.batch import AnyBatch, Batch, Predictions
 from bevctl.config.schema import Config
 from bevctl.data.index import InfoFile
 from bevctl.engine.dist import World, on_each, on_main
+from bevctl.engine.signals import Interruptible
 from bevctl.errors import BevctlError, ExitCode
 from bevctl.evaluate.map_iou import MapCounts, MapResult
 from bevctl.evaluate.results import Objects, SampleResult
 
 if TYPE_CHECKING:
     from bevctl.evaluate.detection import DetectionResult
-
-
-Interruptible = Callable[[], AbstractContextManager[None]]
-"""Opens a block that a signal may end, by `bevctl.engine.signals.Interrupted`."""
 
 
 class Progress(Protocol):
@@ -95,7 +92,6 @@ def evaluate_model(
     infos: InfoFile,
     config: Config,
     *,
-    device: torch.device | str,
     autocast: Callable[[], AbstractContextManager[Any]],
     ranks: World = World(),
     progress: Progress | None = None,
@@ -104,25 +100,16 @@ def evaluate_model(
 ) -> Evaluation:
     """Predict every sample of `loader` and score the union of all ranks.
 
-    `model` is the bare model (not its DDP wrapper); its modules' training flags are as before afterwards. Loaders of
-    the ranks don't overlap and need the default process group when there are several. Every rank returns the
-    same metrics; rank 0 computes those of detection. `keep_maps` names the samples whose map stays in `results`.
-    `interruptible` is entered for what a rank does without the others; an Interrupted of one is raised on all.
+    `model` is the bare model (not its DDP wrapper), and batches go to where its parameters are; its modules' training
+    flags are as before afterwards. Loaders of the ranks don't overlap and need the default process group when there
+    are several. Every rank returns the same metrics; rank 0 computes those of detection. `keep_maps` names the samples
+    whose map stays in `results`. `interruptible` is entered for what a rank does without the others; an Interrupted
+    of one is raised on all.
 
     Raises BevctlError (RUN_FAILED) when no sample could be read, or more than `data.max_bad_samples` could not.
     """
-    counts = MapCounts(len(config.data.map_classes), device)
-
-    def predict() -> tuple[dict[str, SampleResult], list[str]]:
-        # Not inference_mode: what a model caches must stay trainable.
-        with interruptible(), _evaluation_mode(model), torch.no_grad():
-            return _predict(model, loader, device, autocast, counts, progress, keep_maps)
-
-    def score() -> tuple[DetectionResult | None, float | None, list[str]]:
-        with interruptible():
-            return _score(results, infos, config)
-
-    parts = on_each(ranks, predict)
+    counts = MapCounts(len(config.data.map_classes), _device_of(model))
+    parts = on_each(ranks, lambda: _predict(model, loader, autocast, counts, progress, keep_maps), interruptible)
     results = {token: result for part, _ in parts for token, result in part.items()}
     problems = [problem for _, said in parts for problem in said]
     if ranks.size > 1:
@@ -130,7 +117,7 @@ def evaluate_model(
     _check_readable(len(infos.samples), results, problems, config.data.max_bad_samples)
     detection, recall, notes = None, None, [f"left out: {problem}" for problem in problems]
     if any(result.objects is not None for result in results.values()):
-        detection, recall, said = on_main(ranks, score)
+        detection, recall, said = on_main(ranks, lambda: _score(results, infos, config), interruptible)
         notes += said
     map_result = None
     if config.model.map is not None:
@@ -152,10 +139,10 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+@torch.no_grad()  # not inference_mode: what a model caches must stay trainable
 def _predict(
     model: nn.Module,
     loader: Iterable[AnyBatch],
-    device: torch.device | str,
     autocast: Callable[[], AbstractContextManager[Any]],
     counts: MapCounts,
     progress: Progress | None,
@@ -163,19 +150,25 @@ def _predict(
 ) -> tuple[dict[str, SampleResult], list[str]]:
     results: dict[str, SampleResult] = {}
     problems: list[str] = []
-    for host_batch in loader:
-        problems += host_batch.problems
-        if not host_batch.size:
-            continue
-        batch = host_batch.to(device, non_blocking=True)
-        with autocast():
-            predictions: Predictions = model.predict(batch)  # type: ignore[operator]
-        if predictions.bev_map is not None and isinstance(batch, Batch) and batch.bev_map is not None:
-            counts.add(predictions.bev_map, batch.bev_map, batch.has_map)
-        results |= {result.token: result for result in _host_results(predictions, batch, keep_maps)}
-        if progress is not None:
-            progress.advance(batch.size)
+    device = _device_of(model)
+    with _evaluation_mode(model):
+        for host_batch in loader:
+            problems += host_batch.problems
+            if not host_batch.size:
+                continue
+            batch = host_batch.to(device, non_blocking=True)
+            with autocast():
+                predictions: Predictions = model.predict(batch)  # type: ignore[operator]
+            if predictions.bev_map is not None and isinstance(batch, Batch) and batch.bev_map is not None:
+                counts.add(predictions.bev_map, batch.bev_map, batch.has_map)
+            results |= {result.token: result for result in _host_results(predictions, batch, keep_maps)}
+            if progress is not None:
+                progress.advance(batch.size)
     return results, problems
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
 
 
 def _host_results(predictions: Predictions, batch: AnyBatch, keep_maps: Collection[str]) -> Iterator[SampleResult]:

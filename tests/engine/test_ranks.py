@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,8 @@ from bevctl.runs.records import Doing
 from .fakes import Bench, OverflowingNet, point_config
 
 NAN_AT, INFINITE_AT, SIGNAL_AT = 3, 5, 6
+EPOCH = 4
+"""Steps: 16 samples, two a rank."""
 CPU = torch.device("cpu")
 
 
@@ -49,13 +52,18 @@ class _Trouble:
         return loss * float("inf") if self.step == INFINITE_AT else loss
 
 
+@contextlib.contextmanager
+def _bench() -> Iterator[tuple[pytest.MonkeyPatch, Bench]]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch, Bench(patch, Console(io.StringIO(), io.StringIO()))
+
+
 def _rank(rank: int, folder: Path, ports: list[int]) -> None:
     """One rank: trains, fails on purpose, and writes down what it saw."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[0]))
     world = World(rank, 2, rank)
-    with pytest.MonkeyPatch.context() as patch:
-        bench = Bench(patch, Console(io.StringIO(), io.StringIO()))
+    with _bench() as (_, bench):
         if rank == 1:
             bench.sabotage = _Trouble()
         config = point_config(folder / "run", train={"epochs": 4})
@@ -84,8 +92,7 @@ def _keep_in_fp32(work_dir: Path, world: World) -> dict[str, list[float]]:
     """Trains a model that leaves the range of FP16 with one rank's samples; returns its parameters."""
     precision = {"dtype": "fp16", "init_scale": 1.0, "growth_interval": 100}
     config = point_config(work_dir, train={"on_nonfinite": "fp32_module"}, precision=precision)
-    with pytest.MonkeyPatch.context() as patch:
-        bench = Bench(patch, Console(io.StringIO(), io.StringIO()))
+    with _bench() as (patch, bench):
         model = OverflowingNet()
         patch.setattr(engine_parts, "build_model", lambda _: model)
         engine_run.train(config, engine_run.RunOptions(), world, bench.console)
@@ -94,8 +101,7 @@ def _keep_in_fp32(work_dir: Path, world: World) -> dict[str, list[float]]:
 
 def _stop_after_an_epoch(work_dir: Path, world: World) -> list[int]:
     """Trains until a signal that only rank 1 has when the ranks leave an epoch behind; returns code and iteration."""
-    with pytest.MonkeyPatch.context() as patch:
-        bench = Bench(patch, Console(io.StringIO(), io.StringIO()))
+    with _bench() as (patch, bench):
         if world.rank == 1:
             patch.setattr(RunJournal, "epoch_done", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
         config = point_config(work_dir, train={"epochs": 4})
@@ -118,8 +124,8 @@ def test_ranks_share_skips_stops_and_weights(tmp_path: Path) -> None:
     assert [r["code"] for r in ranks] == [ExitCode.PREEMPTED] * 2
     assert ranks[0]["iteration"] == ranks[1]["iteration"] == SIGNAL_AT + 1, "the flag is read one step late"
     assert ranks[0]["parameters"] == ranks[1]["parameters"]
-    assert not {t for batch in ranks[0]["tokens"][:4] for t in batch} & {
-        t for batch in ranks[1]["tokens"][:4] for t in batch
+    assert not {t for batch in ranks[0]["tokens"][:EPOCH] for t in batch} & {
+        t for batch in ranks[1]["tokens"][:EPOCH] for t in batch
     }, "an epoch's samples are divided"
     records = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert [r["skipped_steps"] for r in records] == [0, 0, 1, 1, 2, 2, 2]
@@ -135,8 +141,7 @@ def test_ranks_share_skips_stops_and_weights(tmp_path: Path) -> None:
     told = [json.loads(line) for line in (tmp_path / "kept" / "events.jsonl").read_text().splitlines()]
     assert [event["data"]["module"] for event in told if event["kind"] == "fp32_module"] == ["gain.scale"]
     assert len([event for event in told if event["kind"] == "nonfinite"]) == 1
-    in_an_epoch = len(ranks[0]["tokens"][:4])
-    assert [r["late"] for r in ranks] == [[ExitCode.PREEMPTED, in_an_epoch + 2]] * 2, "the step after tells, one late"
+    assert [r["late"] for r in ranks] == [[ExitCode.PREEMPTED, EPOCH + 2]] * 2, "the step after tells, one late"
     assert [r["gathered"] for r in ranks] == [[0, 1]] * 2
     assert [r["refused"] for r in ranks] == [["rank 0 says no", ExitCode.RUN_FAILED]] * 2
 

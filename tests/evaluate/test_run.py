@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -82,7 +83,6 @@ def evaluate(
         batches,
         infos,
         config,
-        device="cpu",
         autocast=contextlib.nullcontext,
         **options,  # type: ignore[arg-type]
     )
@@ -120,7 +120,7 @@ def test_the_model_is_left_as_it_was() -> None:
     def autocast() -> contextlib.AbstractContextManager[None]:
         return torch.autocast("cpu", dtype=torch.bfloat16)
 
-    evaluate_model(model, [batch_of(keyframes)], scenes.info_file(keyframes), CONFIG, device="cpu", autocast=autocast)
+    evaluate_model(model, [batch_of(keyframes)], scenes.info_file(keyframes), CONFIG, autocast=autocast)
     assert model.seen == [(False, False, True)]
     assert model.training
     assert not model.frozen.training
@@ -204,6 +204,15 @@ def test_progress_is_told_of_each_sample() -> None:
     assert told == [2, 1]
 
 
+class _Rank(NamedTuple):
+    """What a rank tells."""
+
+    rank: int
+    metrics: dict[str, float]
+    samples: int
+    stopped: list[bool]
+
+
 def _rank_main(rank: int, rendezvous: str, queue: multiprocessing.SimpleQueue) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     keyframes = scenes.samples()
@@ -211,7 +220,7 @@ def _rank_main(rank: int, rendezvous: str, queue: multiprocessing.SimpleQueue) -
     model = Oracle(keyframes, with_map=True)
     result = evaluate(model, batches, scenes.info_file(keyframes), MAP_CONFIG, ranks=World(rank, 2))
     stopped = [_stopped(rank, *where) for where in ((1, Oracle, "predict"), (0, evaluate_run, "_score"))]
-    queue.put((rank, result.metrics(), result.samples, stopped))
+    queue.put(_Rank(rank, result.metrics(), result.samples, stopped))
     distributed.destroy_process_group()
 
 
@@ -235,11 +244,12 @@ def _stopped(rank: int, signalled: int, owner: object, name: str) -> bool:
     return False
 
 
-@pytest.fixture
-def two_ranks(tmp_path: Path) -> list[tuple[int, dict[str, float], int, list[bool]]]:
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[_Rank]:
     context = multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
-    workers = [context.Process(target=_rank_main, args=(rank, str(tmp_path / "meeting"), queue)) for rank in range(2)]
+    meeting = tmp_path_factory.mktemp("ranks") / "meeting"
+    workers = [context.Process(target=_rank_main, args=(rank, str(meeting), queue)) for rank in range(2)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -248,12 +258,15 @@ def two_ranks(tmp_path: Path) -> list[tuple[int, dict[str, float], int, list[boo
     return [queue.get() for _ in workers]
 
 
-def test_two_ranks_give_the_numbers_of_one(two_ranks: list[tuple[int, dict[str, float], int, list[bool]]]) -> None:
+def test_two_ranks_give_the_numbers_of_one(two_ranks: list[_Rank]) -> None:
     keyframes = scenes.samples()
     batches = [batch_of(keyframes[0::2], bev_map=True), batch_of(keyframes[1::2])]
     alone = evaluate(Oracle(keyframes, with_map=True), batches, scenes.info_file(keyframes), MAP_CONFIG)
-    assert {rank for rank, _, _, _ in two_ranks} == {0, 1}
-    for _, metrics, count, stopped in two_ranks:
-        assert metrics == alone.metrics()
-        assert count == 3
-        assert stopped == [True, True], "a signal to one rank stops both, in its own share and in the scoring"
+    assert {told.rank for told in two_ranks} == {0, 1}
+    for told in two_ranks:
+        assert told.metrics == alone.metrics()
+        assert told.samples == 3
+
+
+def test_a_signal_to_one_rank_stops_both_in_its_own_share_and_in_the_scoring(two_ranks: list[_Rank]) -> None:
+    assert [told.stopped for told in two_ranks] == [[True, True]] * 2
