@@ -193,8 +193,13 @@ def write(options: argparse.Namespace, runs: Sequence[Run], differences: Sequenc
         "runs": [asdict(run) for run in runs],
         "differences": [asdict(d) | {"agrees": d.agrees} for d in differences],
     }
-    atomic_write_text(options.out / "results.json", json.dumps(document, indent=1) + "\n")
-    plot(runs, options.out / "losses.png")
+    keep(document, runs, options.out)
+
+
+def keep(document: dict[str, object], runs: Sequence[Run], folder: Path) -> None:
+    """`results.json`, without spaces between the many losses, and `losses.png`."""
+    atomic_write_text(folder / "results.json", json.dumps(document, separators=(",", ":")) + "\n")
+    plot(runs, folder / "losses.png")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

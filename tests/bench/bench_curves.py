@@ -8,7 +8,6 @@ wherever they are. Writes `results.json` (every loss, mean losses over windows o
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import signal
 import statistics
@@ -21,8 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bevctl.errors import ExitCode
-from bevctl.files import atomic_write_text
-from tests.bench.bench_convergence import ARMS, BASELINE, PRECISIONS, Run, circumstances, plot, read
+from tests.bench.bench_convergence import ARMS, BASELINE, PRECISIONS, Run, circumstances, keep, read
 
 ENDING_S = 120
 """Time to write a checkpoint in after the signal."""
@@ -90,8 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "means": {run.arm: windows(run) for run in runs},
         "runs": [asdict(run) for run in runs],
     }
-    atomic_write_text(options.out / "results.json", json.dumps(document, indent=1) + "\n")
-    plot(runs, options.out / "losses.png")
+    keep(document, runs, options.out)
     for run in runs:
         told = " ".join("-" if mean is None else f"{mean:.3f}" for mean in windows(run))
         print(f"{run.arm:5s} {len(run.losses):5d} steps, mean loss of each {WINDOW}: {told}")
