@@ -24,7 +24,7 @@ from bevctl.engine.parts import training_loader
 from bevctl.engine.precision import resolve_precision
 from bevctl.engine.step import TrainStep
 from bevctl.errors import BevctlError
-from bevctl.measure.bench import matmul_rate
+from bevctl.measure.bench import gains_of_half
 from bevctl.measure.bench_inputs import make_inputs
 from bevctl.measure.step_profile import StepProfile, Workload, profile_step
 from bevctl.measure.timing import build_step, loss_of
@@ -61,10 +61,8 @@ def rehearse_speed(request: DiagnoseRequest, subject: Subject, steps: int) -> Re
         request.say(f"Profiling {steps} steps in {name.upper()}")
         profiles[name] = _profile(config, name, device, batches, steps, request.say)
     throttled = list(held_back(to_dict(config))) if device.type == "cuda" else []
-    half_rate = matmul_rate(half, device)
-    rate, tf32_rate = (half_rate / matmul_rate(base, device) for base in ("fp32", "tf32"))
     found = speed_causes.causes(profiles[asked], profiles["fp32"])
-    limit = speed_ceiling.ceiling(profiles[half], profiles["fp32"], rate, tf32_rate)
+    limit = speed_ceiling.ceiling(profiles[half], profiles["fp32"], *gains_of_half(half, device))
     request.say("Trying remedies")
     before, tried = speed_trials.try_remedies(config, asked, device, steps, TRIALS_S, request.say)
     profile = profiles[asked]

@@ -234,6 +234,12 @@ def matmul_rate(precision: str, device: torch.device) -> float:
     return 2 * size**3 / seconds
 
 
+def gains_of_half(half: str, device: torch.device) -> tuple[float, float]:
+    """How many times as fast a large product is in `half` as in FP32, and as in TF32."""
+    rate = matmul_rate(half, device)
+    return rate / matmul_rate("fp32", device), rate / matmul_rate("tf32", device)
+
+
 def _hardware(device: torch.device, rates: dict[str, float]) -> dict[str, Any]:
     on_gpu = device.type == "cuda"
     return {

@@ -30,13 +30,13 @@ failure, gives it back, and searches anew where it is refused later (aten/src/AT
 """
 CUBLAS_WORKSPACE = 32 * 2**20
 """Bytes that cuBLAS keeps for each thread and stream on capability 9.0 and newer; 8 MiB before."""
-_TRACED_AS = {"fp16": "fp16", "bf16": "fp16", "fp32": "fp32"}
-"""bf16 takes the bytes of fp16."""
 _THREADS = 2
 """That use cuBLAS: the training's own, and autograd's."""
 CUDA_CONTEXT = {"fp16": 2**30, "bf16": 2**30, "fp32": 2 * 2**30}
 """Bytes that CUDA, its libraries and loaded kernels take outside torch's allocator. On an H200: 0.84 to 1.03 GiB in
 FP16, and 1.91 to 2.00 GiB in FP32, for which cuDNN loads and tries more kernels."""
+_TRACED_AS = {"fp16": "fp16", "bf16": "fp16", "fp32": "fp32"}
+"""bf16 takes the bytes of fp16."""
 BASIS = (
     "Traced on tensors without contents, through the kernels' own memory; 7 % are added for workspaces of cuDNN. On an "
     "H200 the prediction was 4 % below to 3 % above what the multitask model took in FP16 at batch 1, 4 and 8 and in "

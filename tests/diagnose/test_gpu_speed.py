@@ -16,7 +16,7 @@ from torch import nn
 from bevctl.diagnose import speed_causes
 from bevctl.diagnose.speed_causes import Cause, causes
 from bevctl.diagnose.speed_ceiling import HEALTHY, ceiling, verdict
-from bevctl.measure.bench import matmul_rate
+from bevctl.measure.bench import gains_of_half
 from bevctl.measure.step_profile import StepProfile, Workload, profile_step
 from tests.diagnose.slow_models import (
     Assignment,
@@ -67,8 +67,7 @@ def named(work: Workload) -> list[Cause]:
 def test_a_healthy_step_has_no_fault_and_says_how_much_it_gains() -> None:
     half, single = profiled(made(nn.Identity())), profiled(made(nn.Identity(), torch.float32))
     found = causes(half, single)
-    half_rate = matmul_rate("fp16", CUDA)
-    limit = ceiling(half, single, *(half_rate / matmul_rate(base, CUDA) for base in ("fp32", "tf32")))
+    limit = ceiling(half, single, *gains_of_half("fp16", CUDA))
     told = verdict(found, limit)
     assert told is not None
     print(told.title, limit.sentence())
