@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable
@@ -118,10 +119,9 @@ def _kmsg(path: Path) -> list[str] | None:
         return None
     lines = []
     try:
-        while record := os.read(device, 8192):
-            lines.append(record.decode(errors="replace"))
-    except BlockingIOError:
-        pass  # that was the newest
+        with contextlib.suppress(BlockingIOError):  # after the newest
+            while record := os.read(device, 8192):
+                lines.append(record.decode(errors="replace"))
     except OSError:
         return lines or None
     finally:

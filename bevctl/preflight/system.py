@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import shutil
@@ -93,9 +94,8 @@ def writable(context: Context) -> Outcome:
 def _obstacle(work_dir: Path) -> str:
     """What stands where the work_dir, or a folder above it, should be; empty: nothing does."""
     try:
-        work_dir.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        pass
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            work_dir.lstat()
     except OSError as error:
         return f"{str(work_dir)!r:.80}: {error.strerror}"
     for path in (work_dir, *work_dir.absolute().parents):
